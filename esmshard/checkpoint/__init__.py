@@ -1,1 +1,1 @@
-"""Sharded checkpoints, and the consolidation of a checkpoint into a single model directory."""
+"""Sharded checkpoints of a run, and the conversion of a checkpoint to a model directory."""

@@ -1,7 +1,8 @@
-"""The model card: `README.md` beside a model, as the Hugging Face hub shows it. Its text is `card.md.jinja`.
+"""The model card: the file `README.md` in a model directory, which the Hugging Face hub shows.
 
-The card contains known facts, and names what is unknown. A model is called ESM-2 only if the recipe names released
-weights, and never because of its shape. Paths are shortened to their last part, since the card is shared.
+The template of the card is the file `card.md.jinja`. The card says which facts are unknown. It calls a model ESM-2 only
+if the recipe names released weights, and never because of the shape of the model. Users share the card, so it shows
+only the last part of a path.
 """
 
 import html
@@ -27,12 +28,12 @@ PARTS = {"lm_head": "LM head", "contact_head": "contact regression (`predict_con
 
 
 def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
-    """Write `README.md` to a model directory, and the metrics of the test set to its `esmshard.json`.
+    """Write the card `README.md` to a model directory. Add the metrics of the test set to `esmshard.json` there.
 
     Args:
         directory: the directory of the model.
-        about: the content of its `esmshard.json`.
-        evaluation: the content of its `evaluation.json`; None if the model has not been scored.
+        about: the content of the file `esmshard.json` in this directory.
+        evaluation: the content of the file `evaluation.json` on this model; None if the model has not been scored.
     """
     recipe, in_transformers = about["recipe"], (directory / "config.json").is_file()
     model, task = recipe["model"]["name"], recipe["task"]
@@ -43,14 +44,14 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         repository = None
     front: dict[str, Any] = {
         "tags": ["biology", "protein-language-model", "esmshard", f"{task['name']}-prediction"],
-        # The card names the licence of the base, so that cards of models made from this model can name it, too.
+        # The card names the licence of the base model. The card of a later fine-tuned model reads the licence here.
         **({"license": RELEASED[base].licence} if base else _licence_of(recipe)),
     }
     if repository:
         front |= {"base_model": repository, "base_model_relation": "finetune"}
     if in_transformers and family.model_class:
         front["library_name"] = "transformers"
-    stated = front.get("license_name") or front.get("license")  # one name, or a list of names
+    stated = front.get("license_name") or front.get("license")  # the name of one licence, or a list of names
     starts = pairwise(about.get("history", ()))
     values: dict[str, Any] = {
         "front": ModelCardData(**front).to_yaml(),
@@ -62,7 +63,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         "code_of_authors": None,
         "offset": about.get("facts", {}).get("offset", 0),
         "method": recipe.get("adapt", {}).get("method"),
-        # Until its extension, an extended run had the learning rates of the earlier number of steps.
+        # Before an extension, the learning rates followed the schedule for the earlier number of steps.
         "extended": [(a["steps"], b["after"]) for a, b in starts if a["steps"] != b["steps"]],
         "unlearned": [part for name, part in PARTS.items() if name in about.get("unlearned", ())],
     }
@@ -74,10 +75,10 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         missing = evaluation["without_value"].items()
         values["without_value"] = [_text(f"{count} without {name}") for name, count in missing if count]
         values["columns"] = evaluation.get("columns") or list(next(iter(evaluation["metrics"].values())))
-    # The text is no HTML. Filters escape the values.
+    # The card is Markdown and no HTML. The filters below escape the values.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701
     environment.filters |= {"text": _text, "code": _code, "name": _name, "interval": _interval}
-    environment.filters["cell"] = lambda cell: re.sub(r"(?<!\\)\|", r"\\|", cell)  # `text` may have escaped it
+    environment.filters["cell"] = lambda cell: re.sub(r"(?<!\\)\|", r"\\|", cell)  # `_text` may have escaped `|`
     environment.filters["count"] = lambda number: "not recorded" if number is None else f"{number:,}"
     template = environment.from_string(Path(__file__).with_name("card.md.jinja").read_text(encoding="utf-8"))
     names = {"recipe": recipe, "about": about, "evaluation": evaluation, "family": family, "base": base}
@@ -97,8 +98,8 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
 
 
 def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the licence entries in the model card of a run's starting weights; empty if there is no card. The card
-    lies beside the weights or in the hub's cache.
+    """Return the licence entries in the `README.md` of the model from which a run started. This file is in the model's
+    directory or in the cache of the Hugging Face hub. Empty if there is no valid file, or if it states no licence.
     """
     name = recipe["model"]["name"]
     place = Path(name).expanduser()
@@ -114,7 +115,7 @@ def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    r"""Escape HTML and Markdown in a text from a user or a file.
+    r"""Escape HTML and Markdown in a text that comes from a user or a file, and join its lines with spaces.
 
     >>> print(_text("my <b>run</b> [1] *two_words*"))
     my &lt;b&gt;run&lt;/b&gt; \[1\] \*two_words\*
@@ -124,11 +125,11 @@ def _text(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """Put a text between backticks. A text with HTML is escaped instead, as some viewers interpret HTML even there."""
+    """Put a text between backticks, as Markdown code. A text that may be HTML is escaped instead."""
     shown = " ".join(str(value).replace("`", "'").split())
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 
 
 def _name(path: str) -> str:
-    """Return the last part of a path. `sample:...` and names of models stay unchanged."""
+    """Return the last part of a path. A text that begins with `sample:` or has no slash stays unchanged."""
     return path if path.startswith("sample:") else os.path.basename(path.rstrip("/")) or path  # noqa: PTH119

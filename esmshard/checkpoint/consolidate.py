@@ -1,6 +1,6 @@
 """The conversion of a sharded checkpoint, or of a model in another layout, to one model directory.
 
-It runs in one process without a GPU. The tensors of one file at a time are in memory, whatever the size of the model.
+The conversion runs in one process without a GPU. Memory holds only the tensors of one output file at a time.
 """
 
 import os
@@ -32,25 +32,27 @@ FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
 _NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
 BASELINES = "baselines.npz"
-"""The file of the baselines' parameters. It is part of the model, so that `evaluate` can score the baselines, too."""
+"""The file name of the baselines' fitted parameters. The file is a part of the model directory, so that the command
+`esmshard evaluate` can score the baselines, too."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that is open for reading, and will be written to a directory."""
+    """A model that is open for reading, and that `consolidate` will write to a directory."""
 
     config: ModelConfig
     sizes: Mapping[str, torch.Size]
-    """The shapes by the names of this package. Names in the head begin with `head.`. Tied tensors have one entry."""
+    """The shape of each tensor, by its name in esmshard. Names in the task head begin with `head.`. Tied tensors, which
+    share their values, have one entry."""
     read: Source
     unlearned: Sequence[str]
-    """Parts that no training has changed: `lm_head`, `contact_head`."""
+    """The parts of the model (`lm_head`, `contact_head`) that no training has changed, or that a file lacks."""
     about: dict[str, Any]
-    """The content of `esmshard.json`. It has no recipe if another program trained the model."""
+    """The content of the file `esmshard.json`. This content has no recipe if another program trained the model."""
     evaluation: Mapping[str, Any] | None
-    """The content of `evaluation.json` of the same model, if it exists."""
+    """The content of the file `evaluation.json` with the scores of these weights; None without such scores."""
     directory: Path
-    """The directory that holds the files BASELINES and SEEN of the same run, if they exist."""
+    """The directory in which the files `baselines.npz` and SEEN of the same run are, if they exist."""
 
 
 def consolidate(
@@ -66,28 +68,28 @@ def consolidate(
     warn: Callable[[str], None] = lambda message: None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write the model of a run (its newest good checkpoint), of one checkpoint, or of a model file to a directory.
+    """Write a model to a directory. The model comes from a run (its newest good checkpoint), a checkpoint or a model.
 
-    A checkpoint that holds only the trained part is combined with its base model, and a LoRA is added to the weights.
+    A checkpoint that holds only the trained part is combined with its base model. A LoRA is added to the weights.
 
     Args:
         source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read` reads.
-        out: the directory to create, or with `overwrite` to replace. It appears only when it is complete.
-        to: `hf`, or a family's keyword for a file that its authors' code reads. By default, all commands of esmshard
-            read the directory. `transformers` reads it, too, if it has the family.
-        dtype: fp32, bf16 or fp16. Rotary frequencies stay fp32.
+        out: the directory to create, or with `overwrite` to replace. No unfinished directory ever has this name.
+        to: `hf`, or the keyword of a file format that the code of the model's authors reads. By default all commands of
+            esmshard read the directory, and so does `transformers` if it has the model family (ESM-2, ESM-C, ...).
+        dtype: the type of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
-        best: take the checkpoint of the best validation of the run.
-        adapter: write the trained part of a LoRA run without its base, in fp32: an adapter for PEFT, `head.safetensors`
-            and `esmshard.json`. The base is not read, and `base` is its name in the configuration of PEFT.
+        best: take the checkpoint with the best validation score of the run.
+        adapter: write only the trained part of a LoRA run, in fp32: an adapter for PEFT, `head.safetensors` and
+            `esmshard.json`. The base model is not read, and `base` is its name in the configuration for PEFT.
         base: the path of the base model of a LoRA or a head, if the base was moved since the run began.
-        warn: called with a sentence for everything that is skipped, missing or altered.
-        max_file_bytes: larger weights are split over several files with an index.
+        warn: a function that is called with a sentence for everything that is skipped, missing or altered.
+        max_file_bytes: the size in bytes above which weights are split over several files with an index.
 
     Raises:
-        InputError: there is no good checkpoint, it does not hold a whole model, its base is missing or different, or a
-            weight is not finite or too large for `dtype`.
-        UsageError: `out` exists or is the source, the run kept no best checkpoint, or it has no LoRA for `adapter`.
+        InputError: there is no good checkpoint, the checkpoint has no whole model, the base model is missing or
+            different, or a weight is not finite or too large for `dtype`.
+        UsageError: `out` exists or holds the source, or an option does not suit the source.
     """
     for leftover in settle(out):
         warn(leftover)
@@ -103,7 +105,7 @@ def consolidate(
         return out
     opened = _open_model(source, warn) if is_model else _open_run(Path(source), warn, best, base)
     kind = _target(to, opened.config)
-    # A directory leaves out untrained parts, so that their use raises an error. The authors' code needs whole models.
+    # A directory leaves out untrained parts, so that their use raises an error. Authors' code needs whole models.
     left_out = tuple(f"{part}." for part in opened.unlearned) if kind is None else kind.lacks
     for part in opened.unlearned:
         if f"{part}." not in left_out:
@@ -127,7 +129,9 @@ def consolidate(
 def _finish(
     work: Path, out: Path, about: Mapping[str, Any], digests: Mapping[str, str], run: Path | None
 ) -> dict[str, Any]:
-    """Write and return `esmshard.json`, without paths of this machine, and copy the run's files BASELINES and SEEN."""
+    """Write the file `esmshard.json` without paths of this machine, and return its content. Copy the files BASELINES
+    and SEEN from the directory `run`, if there are any.
+    """
     shared = dict(about) | weights.record(digests)
     if "recipe" in shared:
         shared["recipe"] = for_others(shared["recipe"], out)
@@ -146,7 +150,9 @@ def _finish(
 
 
 def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
-    """Return the kind of the authors' file; None for a directory. `UsageError` if the family has no such layout."""
+    """Return the kind of file to write for the authors' code; None if a directory is written. Raise `UsageError` if
+    the model family (ESM-2, ESM-C, ...) has no layout `to`.
+    """
     family = family_of(config)
     if to is None or (to == "hf" and family.model_class):
         return None
@@ -177,7 +183,7 @@ def _is_model(source: Path | str) -> bool:
 
 
 def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
-    """Open a model unchanged, with its head and `esmshard.json`. An adapter is combined with its base model."""
+    """Open a model with its task head and its `esmshard.json`. An adapter is combined with its base model."""
     model = weights.read(str(source))
     head = {f"head.{name}": reader.shape for name, reader in model.head.items()}
     sizes = weights.stored_shapes(model.config) | head
@@ -186,7 +192,7 @@ def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
     record = directory / weights.ABOUT
     with reading(str(record), "get the model again, or remove this file"):  # another program may have written the file
         about = read_json(record) if record.is_file() else {}
-        about |= {"format": FORMAT, "version": VERSION}  # an adapter has another format
+        about |= {"format": FORMAT, "version": VERSION}  # the `esmshard.json` of an adapter has another format
         if "recipe" in about:
             about["recipe"]["task"]["name"], about["recipe"]["model"]
         for named in (about.get("recipe", {}).get("model"), about.get("base")):
@@ -207,12 +213,12 @@ class Checkpoint:
     path: Path
     state: Mapping[str, Any]
     sizes: Mapping[str, torch.Size]
-    """The shapes of its tensors, named as in `Opened`."""
+    """The shapes of the checkpoint's tensors, by names as in the class `Opened`."""
     read: Source
 
     @property
     def run(self) -> Path:
-        """The directory of the run."""
+        """The directory of the run that wrote this checkpoint."""
         return self.path.parent.parent
 
 
@@ -259,14 +265,14 @@ def _open_run(source: Path, warn: Callable[[str], None], best: bool, base: str |
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `esmshard.json` for the `state.json` of a checkpoint."""
+    """Return the content of `esmshard.json` for a model. `state` is the content of the checkpoint's `state.json`."""
     keys = ("step", "recipe", "facts", "config", "data", "world_size", "versions", "unlearned", "base", "history")
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     return about | {key: state[key] for key in keys if key in state}
 
 
 def _evaluation(run: Path) -> dict[str, Any] | None:
-    """Read `evaluation.json` of a run; None if there is no such file, or another program wrote it."""
+    """Read the file `evaluation.json` of a run; None if it cannot be read or is no JSON object."""
     try:
         evaluation = read_json(run / "evaluation.json")
     except (OSError, ValueError):
@@ -275,10 +281,10 @@ def _evaluation(run: Path) -> dict[str, Any] | None:
 
 
 def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, torch.Size], Source]:
-    """Return the shapes of the whole model, and a function that reads its tensors (base and trained part).
+    """Return the shapes of all tensors of a base model with its trained part, and a function that reads a tensor.
 
-    Each LoRA is added to its weight when this weight is read, so only requested tensors are in memory. Tied tensors
-    have one entry. `base` is the path of the base model; by default its path when the run began.
+    A LoRA is added to its weight when this weight is read, so only requested tensors are in memory. Tied tensors have
+    one entry. `base` is the path of the base model; by default the path that the run used.
 
     Raises:
         InputError: the base model is missing or different, or lacks a tensor of the checkpoint.
@@ -315,10 +321,10 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
 def write_adapter(
     directory: Path, checkpoint: Checkpoint, base: str | None = None, out: Path | None = None
 ) -> dict[str, str]:
-    """Write the trained part as a PEFT adapter and a head, and return the sha256 of each file of weights, by name.
+    """Write the trained part as a PEFT adapter and a task head. Return the sha256 of each weight file by file name.
 
-    The base model is not read. Its name in the adapter is `base`, or the path of the run's base relative to `out`, the
-    final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA.
+    The base model is not read. The adapter names the base model as `base`, or by the path in the run, relative to
+    `out` (the final path of `directory`). Raises `UsageError` for a checkpoint without a LoRA.
     """
     config = recorded_config(checkpoint.state["config"])
     settings = AdaptSettings.model_validate(checkpoint.state["recipe"].get("adapt", {}))
@@ -335,8 +341,8 @@ def write_adapter(
 
 
 def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
-    """Return a function that reads the fine-tuned head, a regression over attention maps, as the model's contact
-    regression. None if the head is no such regression, or the contact regression itself was trained.
+    """Return a function like `read` that gives the weights of the task head for the model's contact regression. Return
+    None if the task head is no regression over attention maps, or the contact regression itself was trained.
     """
     prefix = "contact_head.regression."
     in_head = {name: name.replace(prefix, "head.regression.") for name in sizes if name.startswith(prefix)}

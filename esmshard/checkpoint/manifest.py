@@ -1,12 +1,12 @@
-"""A directory of checkpoints: which of them are finished or damaged, and which may be removed. It needs no torch.
+"""The files of a directory of checkpoints. This module finds finished and damaged checkpoints, and needs no torch.
 
-    checkpoints/step_000100/    finished: MANIFEST.json names every other file with its size in bytes and sha256
+    checkpoints/step_000100/    a finished checkpoint; MANIFEST.json has the size in bytes and sha256 of all files
     checkpoints/LATEST           the name of the newest checkpoint
     checkpoints/BEST             the name of the checkpoint with the best validation, with `checkpoint.keep_best`
-    checkpoints/.tmp-*           being written or removed; never read
-    checkpoints/step_000300.damaged, .abandoned    set aside on resume, see `set_aside`
+    checkpoints/.tmp-*           a directory that is being written or removed; it is never read
+    checkpoints/step_000300.damaged, .abandoned    not used by the resumed run, see `set_aside`
 
-A checkpoint gets its name when all its bytes are on disk, so nothing that a killed run leaves looks like a checkpoint.
+A checkpoint gets its name when all its files are on disk, so an unfinished checkpoint of a killed run has another name.
 """
 
 import json
@@ -23,8 +23,8 @@ from esmshard.io.paths import read_json, replace_text, sha256, sync_directory
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step_(\d{6,})$")
 _READERS = 8
-"""The number of files hashed at once. A core computes sha256 at 0.5 to 2 GB/s, and file systems are faster with several
-readers.
+"""The number of files whose sha256 is computed at the same time. One core computes sha256 at 0.5 to 2 GB/s, and file
+systems are faster if several threads read.
 """
 
 Entry = dict[str, Any]
@@ -36,42 +36,42 @@ def path_of(directory: Path, step: int) -> Path:
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step of a checkpoint from its name; None if a checkpoint has no such name."""
+    """Return the step number in the name of a checkpoint; None for a name of another form than `step_000100`."""
     match = _NAME.match(path.name)
     return int(match[1]) if match else None
 
 
 def named(directory: Path) -> list[Path]:
-    """Return directories with the name of a checkpoint, oldest first. They may be damaged."""
+    """Return the directories that have the name of a checkpoint, in the order of steps. Some may be damaged."""
     steps = [(step, path) for path in directory.glob("step_*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(steps) if path.is_dir()]
 
 
 def complete(directory: Path) -> list[Path]:
-    """Return finished checkpoints, oldest first. Their files are not checked."""
+    """Return the finished checkpoints, in the order of steps. The content of their files is not checked."""
     return [path for path in named(directory) if (path / MANIFEST).is_file()]
 
 
 def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
-    """Write the manifest of a directory whose files are on disk, and rename the directory to `final`. The checkpoint
-    then survives a power cut.
+    """Write the manifest into the directory `work`, whose other files are on disk, and rename it to `final`. After
+    this, a power cut does not damage the checkpoint.
     """
     replace_text(work / MANIFEST, json.dumps({"files": dict(files)}, indent=1))
     sync_directory(work)
-    if final.exists():  # another process wrote it, since a run that continues sets later checkpoints aside
+    if final.exists():  # another process wrote `final`, as a resumed run has set later checkpoints aside
         set_aside(final, "abandoned")
     work.rename(final)
     sync_directory(final.parent)
 
 
 def point(directory: Path, pointer: str, name: str) -> None:
-    """Change the checkpoint that `LATEST` or `BEST` names, in one operation."""
+    """Write the name of a checkpoint into the file `LATEST` or `BEST`, which is replaced in one operation."""
     replace_text(directory / pointer, name + "\n")
     sync_directory(directory)
 
 
 def pointed(directory: Path, pointer: str) -> Path | None:
-    """Return the checkpoint that `LATEST` or `BEST` names; None if there is none."""
+    """Return the finished checkpoint that the file `LATEST` or `BEST` names; None if there is no such checkpoint."""
     try:
         path = directory / PurePath((directory / pointer).read_text(encoding="utf-8").strip()).name
     except (OSError, ValueError):
@@ -80,7 +80,9 @@ def pointed(directory: Path, pointer: str) -> Path | None:
 
 
 def prune(directory: Path, newest: Path, keep: int) -> None:
-    """Remove damaged checkpoints. Of the checkpoints up to `newest`, remove all except the `keep` newest and `BEST`."""
+    """Remove old checkpoints up to `newest`, except the last `keep` checkpoints and the checkpoint that the file `BEST`
+    names. Also remove the checkpoints that were set aside as damaged.
+    """
     checkpoints = [path for path in complete(directory) if (step_of(path) or 0) <= (step_of(newest) or 0)]
     kept = {*checkpoints[-keep:], newest, pointed(directory, "BEST")}
     for path in [*(path for path in checkpoints if path not in kept), *directory.glob("step_*.damaged")]:
@@ -88,7 +90,7 @@ def prune(directory: Path, newest: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory. It first gets a hidden name, so that `sweep` finds what a killed process has not removed."""
+    """Rename a directory to a hidden name, and remove it. If the process is killed, `sweep` finds the hidden name."""
     hidden = path.with_name(f".tmp-removed-{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -96,7 +98,7 @@ def remove(path: Path) -> None:
 
 
 def sweep(directory: Path) -> None:
-    """Remove directories that an earlier run left while it was writing or removing them."""
+    """Remove the files and directories that an earlier run had not finished writing or removing."""
     for leftover in directory.glob(".tmp-*"):
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
@@ -113,15 +115,15 @@ def set_aside(path: Path, why: str) -> Path:
 
 
 def entry(path: Path) -> Entry:
-    """Return the manifest's entry of a file."""
+    """Return the entry of a file in the manifest: its size in bytes and its sha256."""
     return {"bytes": path.stat().st_size, "sha256": sha256(path)}
 
 
 def damage(path: Path) -> str:
-    """Return a phrase for each bad file of a checkpoint, or an empty text.
+    """Return one text with a phrase for each bad file of a checkpoint; empty if all files are good.
 
-    A file of tensors that the manifest does not name is damage, too, because torch would read this file. Additional
-    files of other kinds are ignored.
+    A `*.safetensors` file that the manifest does not name is bad, too, because torch would read this file. Other
+    additional files are ignored.
     """
     try:
         known: dict[str, Entry] = read_json(path / MANIFEST)["files"]
@@ -144,7 +146,7 @@ def damage(path: Path) -> str:
 
 
 def verify(path: Path) -> None:
-    """Compare every file with the manifest. Raise `InputError` with the names of all bad files."""
+    """Compare every file of a checkpoint with its manifest. Raise `InputError` with the names of all bad files."""
     if bad := damage(path):
         raise InputError(f"{bad}; use another checkpoint of the run")
 
@@ -152,7 +154,7 @@ def verify(path: Path) -> None:
 def newest_good(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint with unchanged files; None if there is no checkpoint.
 
-    `warn` is called with the bad files of each damaged checkpoint, which is skipped. `InputError` if all are damaged.
+    `warn` is called with the bad files of each damaged checkpoint. Raise `InputError` if all checkpoints are damaged.
     """
     candidates = named(directory)
     for path in reversed(candidates):
@@ -166,12 +168,12 @@ def newest_good(directory: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def locate(run_or_checkpoint: Path, warn: Callable[[str], None], *, prefer_best: bool = False) -> Path:
-    """Return the checkpoint of a path: the verified checkpoint itself, or the newest good checkpoint of a run. With
-    `prefer_best`, return the checkpoint of the run's best validation, unless it is damaged.
+    """Return the checkpoint at a path, or the newest good checkpoint if the path is the directory of a run. With
+    `prefer_best`, return the run's checkpoint with the best validation score, unless that checkpoint is damaged.
 
     Raises:
-        InputError: there is no good checkpoint.
-        UsageError: the best checkpoint was requested, and the run kept none.
+        InputError: there is no good checkpoint, or no run.
+        UsageError: `prefer_best` is given for a single checkpoint, or for a run that kept no best checkpoint.
     """
     if step_of(run_or_checkpoint) is not None and run_or_checkpoint.is_dir():
         if prefer_best:

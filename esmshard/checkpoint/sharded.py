@@ -1,12 +1,12 @@
-"""Sharded checkpoints through torch's DCP: written completely or not at all, loaded on any number of ranks.
+"""Sharded checkpoints, written with torch.distributed.checkpoint (DCP), which any number of ranks can load.
 
-    step_000100/    shard-00001-model-00001-of-00001.safetensors ...    pieces of weights and of the optimizer's state
+    step_000100/    shard-00001-model-00001-of-00001.safetensors ...    shards of weights and optimizer state
                     state.json                                          step, recipe, configuration, versions
                     MANIFEST.json                                       size in bytes and sha256 of every other file
 
 No file holds a pickle, so reading a checkpoint runs no code. torch's reader takes every `*.safetensors` of a directory,
-has no checksum, infers the shape of a tensor from its pieces, and converts types silently. Therefore the manifest is
-compared before a checkpoint is loaded (`esmshard.checkpoint.manifest`), and `load` compares shapes and types.
+has no checksum, infers the shape of a tensor from its shards, and converts types silently. Therefore the files are
+compared with the manifest before loading (`esmshard.checkpoint.manifest`), and `load` compares shapes and types.
 """
 
 import json
@@ -34,10 +34,10 @@ from esmshard.io.paths import read_json, replace_text
 
 FORMAT, VERSION = "esmshard-checkpoint", 3
 FILE_BYTES = 10**9
-"""The approximate size of each file of a rank, in bytes. torch's writer holds two more copies of a file's tensors in
-the memory of the host."""
+"""The approximate size, in bytes, of each file that a rank writes. During the writing, torch holds two more copies of
+the file's tensors in the memory of the host."""
 PATIENCE = 60.0
-"""How many seconds a run that ends with an error waits for its last checkpoint. Other ranks may be gone or stuck."""
+"""After an error, the run waits at most so many seconds for its last checkpoint. Other ranks may be gone or stuck."""
 
 
 def write(
@@ -50,19 +50,19 @@ def write(
     best: bool = False,
     group: Any = None,
 ) -> Path:
-    """Write the checkpoint of a step. Every rank calls this with its shards. A single process needs no group.
+    """Write the checkpoint of a step. Every rank calls this with its shards. A single process needs no process group.
 
     Args:
-        directory: `checkpoints` of the run.
+        directory: the directory `checkpoints` of the run.
         step: the number of optimizer steps done.
-        tensors: DTensors and plain tensors, with the same names on every rank. A plain tensor is equal on all ranks.
-        state: other values that are needed to continue, written as JSON.
+        tensors: DTensors and plain tensors, with the same names on all ranks. A plain tensor is equal on all ranks.
+        state: the other values that a resumed run needs. They are written as JSON.
         keep: the number of newest checkpoints to keep. Older checkpoints are removed after this one is written.
-        best: let `BEST` name this checkpoint.
-        group: a gloo group of all ranks; by default the default group.
+        best: whether the file `BEST` shall name this checkpoint.
+        group: a gloo process group of all ranks; by default the default process group.
 
     Raises:
-        InputError: on all ranks, if any rank could not write. Earlier checkpoints are unchanged.
+        InputError: on all ranks, if any rank could not write its files. Earlier checkpoints are unchanged.
     """
     alone = not dist.is_initialized()
     rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
@@ -73,7 +73,7 @@ def write(
         total += tensor.numel() * tensor.element_size()
     writer = HuggingFaceStorageWriter(str(work), fqn_to_index_mapping=files, save_distributed=True)
     if not any(tensor.is_cuda for tensor in tensors.values()):
-        # Otherwise DCP copies over a stream of the machine's first GPU, if there is a GPU, and takes memory there.
+        # Otherwise DCP would use memory and a stream of the machine's first GPU, if there is a GPU.
         writer.per_thread_copy_ahead = 0
 
     def prepare() -> None:
@@ -84,7 +84,7 @@ def write(
         work.mkdir(parents=True)
 
     def hashes_of_shards() -> dict[str, manifest.Entry]:
-        # Each rank hashes its own files. Another machine may not see them yet, and this machine has them in memory.
+        # Each rank hashes its own files. They are in its memory, and another machine may not see these files yet.
         return {path.name: manifest.entry(path) for path in work.glob(f"shard-{rank + 1:05d}-*")}
 
     def finish() -> None:
@@ -120,7 +120,7 @@ def write(
 def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint with unchanged files, on every rank; None if there is no checkpoint.
 
-    All ranks call this together, with the `directory` of `write`. The first rank reads and hashes the files, and calls
+    All ranks call this together, with the same `directory` as for `write`. The first rank checks the files, and calls
     `warn` with a sentence for each damaged checkpoint.
 
     Raises:
@@ -132,12 +132,12 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -> None:
-    """Fill `tensors` in place with the checkpoint's values, resharding as needed.
+    """Overwrite `tensors` with the values of the checkpoint at `path`, which any number of ranks may have written.
 
-    The checkpoint must be verified. With `alone`, this process reads without the other ranks of its group.
+    The checkpoint must be verified. With `alone`, this process reads without the other ranks of its process group.
 
     Raises:
-        InputError: the checkpoint lacks a tensor or a part of it, or holds it in another shape or type.
+        InputError: a tensor, or a part of a tensor, is missing from the checkpoint, or has another shape or type there.
     """
     storage = HuggingFaceStorageReader(str(path))
     saved = _tensors_of(storage.read_metadata())
@@ -150,7 +150,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
                 "needed; take a checkpoint of this model",
                 not alone,
             )
-        # A number that the checkpoint lacks would keep an arbitrary value in `tensors`.
+        # If the checkpoint lacks a part of a tensor, that part would keep an arbitrary value in `tensors`.
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
             raise _shared(f"{path}: holds numbers of {name} twice or not at all; take another checkpoint", not alone)
     with _plain_errors():
@@ -158,9 +158,9 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
 
 
 def reader(path: Path) -> tuple[dict[str, torch.Size], Callable[[str], torch.Tensor]]:
-    """Return the shapes of the tensors of a verified checkpoint by name, and a function that reads one tensor.
+    """Return the shape of each tensor of a verified checkpoint by name, and a function that reads one tensor.
 
-    This is for a process that needs one tensor at a time. `load` would read the index again for each tensor.
+    Use `reader` to read one tensor at a time: `load` would read the index of the checkpoint again for each tensor.
     """
     metadata = HuggingFaceStorageReader(str(path)).read_metadata()
     saved = _tensors_of(metadata)
@@ -179,11 +179,11 @@ def reader(path: Path) -> tuple[dict[str, torch.Size], Callable[[str], torch.Ten
 
 
 def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)  # this format holds nothing else
+    return cast(dict[str, TensorStorageMetadata], metadata.state_dict_metadata)  # this format holds only tensors
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read `state.json` of a verified checkpoint. `InputError` if another version of esmshard wrote it."""
+    """Read the file `state.json` of a verified checkpoint. Raise `InputError` if its format has another version."""
     state: dict[str, Any] = read_json(path / "state.json")
     if (state.get("format"), state.get("version")) != (FORMAT, VERSION):
         raise InputError(f"{path}: written by another version of esmshard; go on with that one, or start again")
@@ -191,22 +191,22 @@ def read_state(path: Path) -> dict[str, Any]:
 
 
 class Saver:
-    """The writer of the checkpoints of one run. Every rank creates a writer, and calls it at the same steps.
+    """The writer of the checkpoints of one run. Every rank creates a `Saver`, and calls `save` at the same steps.
 
-    Use it as `with saver:`, so that an error ends the run only after the checkpoint that is being written.
+    Use it as `with saver:`. If an error ends the run, the run then waits for the checkpoint that is being written.
 
-    In the background mode, `save` copies the shards of this rank to the host and returns. A thread writes the copy, and
-    has a process group of its own, because messages of two threads in one group would be mixed up. A save waits for the
-    save before it, so there is one copy at a time. The host needs room for one copy of the shards of its ranks (weights
-    and both moments: 12 bytes for each trained parameter).
+    In the background mode, `save` copies the shards of this rank to the memory of the host and returns. A thread writes
+    the copy, and has its own process group, so that its messages do not mix with those of the main thread. `save` first
+    waits until the previous copy is written. The host therefore needs memory for one copy of the shards of its ranks:
+    12 bytes for each trained parameter (the weight and both moments of AdamW).
 
-    torch's `async_save` is not used: it would end before the files have hashes and before the checkpoint has its name.
+    torch's `async_save` would end before the files have hashes and before the checkpoint has its name.
     A rank waits at most `timeout` seconds for the other ranks.
     """
 
     def __init__(self, directory: Path, keep: int, background: bool, timeout: int = 1800) -> None:
         self._directory, self._keep, self._background = directory, keep, background
-        # Both modes use this gloo group: they share code, and the ranks exchange errors without a GPU kernel.
+        # Both modes use this gloo process group, because over it the ranks exchange errors without a GPU kernel.
         seconds = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=seconds) if dist.is_initialized() else None
         # In a new thread the current GPU is the machine's first GPU, on which each rank would take half a gigabyte.
@@ -228,7 +228,7 @@ class Saver:
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
     ) -> None:
-        """Write a checkpoint; see `write`. An error of the previous save is raised here, too."""
+        """Write a checkpoint as the function `write` does. An error of the previous `save` is raised here, too."""
         self.finish()
         options: dict[str, Any] = {"keep": self._keep, "best": best, "group": self._group}
         if not self._background:
@@ -239,7 +239,7 @@ class Saver:
         self._writing = self._pool.submit(write, self._directory, step, staged, state, **options)
 
     def finish(self) -> None:
-        """Wait until nothing is being written. If the background thread has failed, raise its error once."""
+        """Wait until the last checkpoint is written. If the background thread has failed, raise its error once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -247,21 +247,21 @@ class Saver:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Raise the error of the first rank that failed instead of torch's `CheckpointException`.
+    """Replace torch's `CheckpointException` by the error of the first rank that failed.
 
-    `except Exception` would not catch a `CheckpointException`, which also wraps Ctrl-C.
+    `except Exception` would not catch a `CheckpointException`, because that class may also wrap Ctrl-C.
     """
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # `no_dist` intends this
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # the argument `no_dist` causes it
             yield
     except CheckpointException as error:
         raise error.failures[min(error.failures)][0] from None
 
 
 def _together(function: Callable[[], Any], group: Any) -> list[Any]:
-    """Call a function on every rank, and return the results of all ranks. All ranks raise the first `OSError` or
-    `InputError`.
+    """Call a function on every rank, and return the results of all ranks. If the function raises `OSError` or
+    `InputError` on any rank, all ranks raise the error of the first such rank.
     """
     try:
         result = function()

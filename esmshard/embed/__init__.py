@@ -1,1 +1,1 @@
-"""Embeddings of any number of sequences, by one process or many, with restarts."""
+"""The computation of embeddings for any number of sequences, by one or many processes that can be restarted."""

@@ -1,7 +1,7 @@
-"""The computation of the arrays of sequences, in packs of similar lengths or in windows, and of the parts of a job.
+"""The computation of embeddings: the arrays of each sequence, and the parts of an `embed` job.
 
-A pack that does not fit into memory is computed in smaller packs or in windows, so the program does not end for lack of
-memory. A model that does not fit can be spread over GPUs, memory and disk.
+A pack is a batch of whole sequences of similar lengths. A pack that does not fit into memory is computed in smaller
+packs or in windows of the protein. A model that does not fit into memory can be spread over GPUs, memory and disk.
 """
 
 import functools
@@ -40,36 +40,36 @@ Tokens = npt.NDArray[np.uint8]
 Tracks = Mapping[str, npt.NDArray[Any]]
 """The values of each track for each token, [L + 2, ...], by the name of the track."""
 PACK, GPU_PACK = 2048, 16384
-"""How many tokens a pack has on a CPU and on a GPU. On a CPU, smaller packs are slower and larger packs no faster."""
+"""The number of tokens of a batch (pack) on a CPU and on a GPU. On a CPU smaller packs are slower, larger no faster."""
 PACK_MAPS = 1 << 26
-"""The maximum count of numbers in all attention maps of a pack (256 MiB). Memory holds all maps of a pack at once."""
+"""The maximum count of numbers (256 MiB) in all attention maps of a batch (pack), which memory holds at once."""
 SMALLEST = 128
-"""The smallest window, in residues, into which a sequence is divided for lack of memory."""
+"""The length, in residues, of the smallest windows that are tried for a sequence if memory does not suffice."""
 SHARE = 0.8
-"""The share of free memory that the layers of a spread model may take. The rest is for activations."""
+"""The share of free memory for the layers of a model that is spread over devices. Activations use the rest."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The tokens and tracks that the model gets for a sequence or for a piece of it."""
+    """The tokens and tracks that the model gets for a sequence or for a window of the sequence."""
 
     tokens: Tokens
     tracks: Tracks
 
     def piece(self, start: int, length: int) -> "ModelInput":
-        """Return at most `length` residues from `start` on, between `<cls>` and `<eos>`."""
+        """Return a window: at most `length` residues from residue `start` on, with `<cls>` and `<eos>` at its ends."""
         tracks = {name: piece(values, start, length) for name, values in self.tracks.items()}
         return ModelInput(piece(self.tokens, start, length), tracks)
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The arrays of one sequence."""
+    """The computed arrays of one sequence."""
 
     values: dict[str, torch.Tensor]
     """The arrays by output name, on the CPU, in the requested dtype."""
     windowed: int = 0
-    """The size, in residues, of the windows that a lack of memory required; 0 if there was no lack of memory."""
+    """The length, in residues, of the windows that were used for lack of memory; 0 if memory sufficed."""
 
 
 @dataclass(frozen=True)
@@ -80,18 +80,18 @@ class Failed:
 
 
 class Embedder:
-    """The computation of the requested outputs with one model, for any number of sequences.
+    """A model that computes the requested outputs for any number of sequences.
 
-    The other sequences of a pack change the values of a sequence only by rounding (1e-6 in fp32).
+    Sequences are computed in batches (packs), which changes their values only by rounding (1e-6 in fp32).
 
     Args:
-        esm: the model in evaluation mode, in the precision of the arithmetic.
-        outputs: at least one output. Values are reduced in fp32.
-        dtype: dtype of the arrays.
+        esm: the model in evaluation mode, built for the dtype of the arithmetic.
+        outputs: at least one output. Means over residues are computed in fp32.
+        dtype: the dtype of the returned arrays.
         long: the treatment of long sequences.
-        tokens: the maximum number of tokens of a pack. A longer sequence is computed alone.
+        tokens: the maximum number of tokens of a batch (pack). A longer sequence is computed alone.
         device: the device to which batches are sent; by default the device of the weights.
-        threads: whether the cores of a CPU may compute several packs at the same time.
+        threads: whether the cores of a CPU may compute several batches (packs) at the same time.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Embedder:
         outputs: Sequence[Output],
         *,
         dtype: Dtype = "fp32",
-        long: Long = Long(),  # noqa: B008  # frozen
+        long: Long = Long(),  # noqa: B008  # a frozen dataclass
         tokens: int | None = None,
         device: torch.device | None = None,
         threads: bool = True,
@@ -118,7 +118,9 @@ class Embedder:
         self._trunk_layers = sorted({*self._layers, *map_layers, *([esm.config.n_layers] if self._contacts else [])})
 
     def packs(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Group sequences of similar lengths. A pack has indices of `lengths`. Sequences in windows are last."""
+        """Group sequences of similar lengths into batches (packs), and return the indices of the sequences in each
+        pack. A sequence that is computed in windows is alone in its pack, and such packs are last.
+        """
         whole = [n for n, length in enumerate(lengths) if len(self.long.starts(length)) == 1]
         kept = self.long.kept(np.array([lengths[n] for n in whole], dtype=np.int64))
         groups = by_length(self._cost(kept).tolist(), self.tokens) if whole else iter(())
@@ -126,12 +128,12 @@ class Embedder:
         return [*([whole[k] for k in group] for group in groups), *([n] for n in alone)]
 
     def _cost(self, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many tokens of a pack each sequence takes. Attention maps make long sequences more expensive."""
+        """Return how many of a pack's tokens each sequence counts for. Attention maps raise this for long sequences."""
         cost: npt.NDArray[np.int64] = np.maximum(kept + 2, kept * kept * self._maps * self.tokens // PACK_MAPS)
         return cost
 
     def compute(self, sequences: Sequence[Tokens], tracks: Sequence[Tracks] | None = None) -> list[Computed | Failed]:
-        """Return the arrays of each sequence; see `each`."""
+        """Return the arrays of each sequence in the order of `sequences`. For the arguments see `each`."""
         results: dict[int, Computed | Failed] = {}
         self.each(sequences, tracks, results.__setitem__)
         return [results[n] for n in range(len(sequences))]
@@ -145,9 +147,10 @@ class Embedder:
         """Compute the arrays of each sequence, and pass them to `take`.
 
         Args:
-            sequences: `<cls> ... <eos>`, uint8 [L + 2], as from `esmshard.vocab.encode`.
-            tracks: the tracks of each sequence, with the same names for all; see `TokenBatch.tracks`.
-            take: called with the index of each sequence and its arrays. Several threads call it, in any order.
+            sequences: the tokens of each sequence, `<cls> ... <eos>`, uint8 [L + 2], as from `esmshard.vocab.encode`.
+            tracks: the tracks of each sequence. All sequences have the same tracks; see `TokenBatch.tracks`.
+            take: a function that is called with the index and the arrays of each sequence, by several threads and in
+                any order.
         """
 
         def compute(members: Sequence[int]) -> None:
@@ -159,12 +162,12 @@ class Embedder:
         side_by_side(compute, packs, self.device, threads=self._threads)
 
     def _pack(self, inputs: Sequence[ModelInput]) -> list[Computed | Failed]:
-        """Compute all sequences at once if they fit into memory, else each half, and at last each one in windows."""
+        """Compute all sequences at once if memory suffices, else each half, and at last each sequence in windows."""
         results = halving(lambda members: self._finish(self._values(members)), inputs, self.device)
         return [result or self._in_windows(whole) for whole, result in zip(inputs, results, strict=True)]
 
     def _in_windows(self, whole: ModelInput) -> Computed | Failed:
-        """Compute a sequence that does not fit into memory in smaller and smaller windows."""
+        """Compute a sequence in smaller and smaller windows until memory suffices."""
         length = int(self.long.kept(np.array([len(whole.tokens) - 2]))[0])
         kept, window = whole.piece(0, length), min(length, self.long.window)
         if window == length or len(self.long.starts(length)) > 1:
@@ -182,7 +185,7 @@ class Embedder:
         return Failed(f"memory does not suffice for its {length:,} residues, nor for small windows of it")
 
     def _values(self, inputs: Sequence[ModelInput]) -> list[dict[str, torch.Tensor]]:
-        """Compute the outputs of each sequence, fp32, on the device."""
+        """Compute the outputs of each sequence, before they are copied to the CPU in the requested dtype."""
         long = self.long
         if len(inputs) == 1 and len(long.starts(len(inputs[0].tokens) - 2)) > 1:
             (cost,) = self._cost(np.array([long.window])).tolist()
@@ -192,8 +195,8 @@ class Embedder:
         return [self._reduce(part, kept) for part, kept in zip(self._forward(inputs), inputs, strict=True)]
 
     def _forward(self, inputs: Sequence[ModelInput]) -> list[dict[str, torch.Tensor]]:
-        """Compute values of each sequence: `residue_K` [L, D], `cls_K` [D], `logits` [L, 33], `contacts` [L, L],
-        `attentions_K` [H, L, L] on the CPU.
+        """Run the model on all sequences at once, and return the values of each sequence by name: `residue_K` [L, D],
+        `cls_K` [D], `logits` [L, 33] and `contacts` [L, L] on the device, `attentions_K` [H, L, L] on the CPU.
         """
         batch = pack([x.tokens for x in inputs], tracks=[x.tracks for x in inputs]).to(self.device)
         regression = self.esm.contact_head.regression
@@ -216,14 +219,14 @@ class Embedder:
                 part[f"residue_{layer}"], part[f"cls_{layer}"] = x_LD, x_TD[start]
         if output.logits_PV is not None:
             for part, x_LV in zip(parts, output.logits_PV.split(batch.lengths), strict=True):
-                part["logits"] = x_LV[:, :VOCAB_SIZE]  # The further columns of ESM-C mean nothing.
+                part["logits"] = x_LV[:, :VOCAB_SIZE]  # ESM-C has further columns without a meaning.
         if sums is not None:
             for part, logits_1LL in zip(parts, sums.logits(), strict=True):
                 part["contacts"] = logits_1LL[0].sigmoid()
         return parts
 
     def _reduce(self, part: dict[str, torch.Tensor], source: ModelInput) -> dict[str, torch.Tensor]:
-        """Remove the values of the linkers between chains, and pool."""
+        """Remove the values of the linkers between chains, and compute means and maxima over the residues."""
         kept_L, values = torch.from_numpy(is_residue(source.tokens[1:-1])), dict[str, torch.Tensor]()
         for output in self.outputs:
             x = part[f"residue_{output.layer}" if output.pool in ("mean", "max", "residue") else output.name]
@@ -240,9 +243,9 @@ class Embedder:
     def _blend(self, whole: ModelInput, long: Long, at_once: int) -> dict[str, torch.Tensor]:
         """Compute the outputs of one sequence from overlapping windows, `at_once` windows at a time.
 
-        Where two windows overlap, the weight of a window falls towards its cut: a cross-fade. The ends of a protein are
-        no cuts. The weight of a pair is the product of both residues' weights. A pair that no window contains is NaN.
-        `cls` is the mean over the windows. Each window has `<cls>` and `<eos>`, like the crops of training.
+        Where two windows overlap, the weight of each window falls towards its end, except at the ends of the protein.
+        The weight of a pair is the product of both residues' weights. A pair that no window contains is NaN. `cls` is
+        the mean over the windows. Each window has `<cls>` and `<eos>`, like the crops of long proteins in training.
         """
         length = len(whole.tokens) - 2
         starts = long.starts(length)
@@ -276,13 +279,15 @@ class Embedder:
         return self._reduce(sums, whole)
 
     def _finish(self, values: list[dict[str, torch.Tensor]]) -> list[Computed | Failed]:
-        """Copy values to the CPU, in the dtype of the file. The host waits for each copy, so an output has only one."""
+        """Copy the values to the CPU in the requested dtype. All values of an output are one copy, because the host
+        waits for each copy. A sequence with values that are not finite has failed.
+        """
         done: list[dict[str, torch.Tensor]] = [{} for _ in values]
         reasons: dict[int, str] = {}
         for name in values[0]:
             arrays = [of_sequence[name] for of_sequence in values]
             flat = torch.cat([x.reshape(-1) for x in arrays]).to(self._dtype).cpu()
-            # A sum finds a value that is not finite, and needs no second array. Pairs outside all windows are NaN.
+            # The sum is not finite if any value is not. Pairs that no window contains are NaN on purpose.
             finite = name in self._paired or bool(flat.sum(dtype=torch.float32).isfinite())
             for n, (x, stored) in enumerate(zip(arrays, torch.split(flat, [x.numel() for x in arrays]), strict=True)):
                 done[n][name] = stored.view(x.shape)
@@ -293,7 +298,7 @@ class Embedder:
 
 
 def _taper(start: int, long: Long, length: int) -> torch.Tensor:
-    """Return weights of a window's residues, fp32 [W]: 1 in the middle, less towards a cut."""
+    """Return the weight of each residue of a window, fp32 [W]. The weight is 1, but falls where windows overlap."""
     place_W = torch.arange(long.window, dtype=torch.float32)
     weight_W = torch.ones(long.window)
     width = long.overlap + 1
@@ -305,19 +310,19 @@ def _taper(start: int, long: Long, length: int) -> torch.Tensor:
 
 
 class AttentionMaps:
-    """The requested maps of each of N sequences. `Trunk.forward` takes `add` as its `on_attention`.
+    """The requested attention maps of N sequences. Pass the method `add` to `Trunk.forward` as `on_attention`.
 
-    The softmax is over all tokens. Afterwards the rows and columns of `<cls>` and `<eos>` are removed, and the rest is
-    not normalised again. Outputs of other pools are ignored.
+    The softmax is over all tokens. Afterwards the rows and columns of `<cls>` and `<eos>` are removed, and the other
+    values are not normalised again. Outputs other than `attentions` are ignored.
     """
 
     def __init__(self, outputs: Sequence[Output], n_sequences: int) -> None:
         self._of_layer = {output.layer: output for output in outputs if output.pool == "attentions"}
         self.maps_N: list[dict[str, torch.Tensor]] = [{} for _ in range(n_sequences)]
-        """The maps of each sequence by output name, fp32 [H, L, L], on the CPU: a GPU may have no room for all."""
+        """The maps of each sequence by output name, fp32 [H, L, L], on the CPU, as a GPU may lack memory for all."""
 
     def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Compute the maps of one sequence in one block, if they are requested. Blocks count from 0."""
+        """Compute the attention maps of a sequence in block `layer`, counted from 0, if these maps are requested."""
         output = self._of_layer.get(layer + 1)
         if output is None:
             return
@@ -332,16 +337,16 @@ class AttentionMaps:
 
 
 def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.device) -> Trunk:
-    """Build a model in evaluation mode. Its layers fill the GPUs first, then the memory, then the disk.
+    """Build a model in evaluation mode whose layers are spread over the GPUs, the memory and the disk, in this order.
 
-    `accelerate` copies layers to the computing device in every forward pass, so packs should be as large as memory
-    allows. During the build, memory holds the whole model once. All parts except the layers, and all outputs, are on
+    `accelerate` copies layers to the computing device in every forward pass, so batches should be as large as memory
+    allows. During the build, memory holds the whole model once. The other parts of the model, and all outputs, are on
     `device`.
 
     Args:
-        source: the weights of the model, see `esmshard.model.weights.read`.
+        source: the weights of the model, from the function `esmshard.model.weights.read`.
         folder: a directory for the layers on disk. The caller removes it.
-        dtype: dtype of weights and arithmetic, as for `weights.build`.
+        dtype: the dtype of weights and arithmetic, as for the function `weights.build`.
         device: the computing device. `cuda` without a number means all GPUs: each computes the layers that it stores.
 
     Raises:
@@ -362,10 +367,10 @@ def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.d
     others = {name: part for name, part in model.named_children() if name != "layers"}
     if main in memory:
         memory[main] -= sum(x.numel() * x.element_size() for part in others.values() for x in part.parameters())
-    # A layer is not divided over devices, because attention reads the weights of its projections without calling them.
+    # A layer is not divided over devices: attention reads the weights of its projections without calling the modules.
     block = [type(model.layers[0]).__name__]
     layers = infer_auto_device_map(model.layers, memory, block, dtype=dtype, clean_result=False)
-    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # It warns of weights on other devices.
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # It warns of every weight on another device.
     places = dict.fromkeys(others, main) | {f"layers.{n}": place for n, place in layers.items()}
     dispatch_model(model, places, main_device=main, offload_dir=str(folder), preload_module_classes=block)
     counts = Counter({"cpu": "in memory", "disk": "on disk"}.get(str(p), f"on GPU {p}") for p in layers.values())
@@ -378,7 +383,7 @@ def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.d
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Bring inputs and outputs to one device, because a listener combines the outputs of all layers."""
+        """Bring inputs and outputs to one device, because `on_attention` may combine the outputs of all layers."""
 
         def on_qk(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
             assert on_attention is not None
@@ -394,26 +399,26 @@ def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.d
 
 @dataclass(frozen=True)
 class Work:
-    """The arguments of a process that computes parts of a job."""
+    """The arguments of a process that computes parts of an `embed` job."""
 
     directory: Path
-    """`OUT.partial`."""
+    """The directory `OUT.partial`."""
     store: Path
-    """The token store of the input."""
+    """The path of the token store with the input sequences."""
     model: str
     device: str
     tokens: int | None
-    """The maximum number of tokens of a pack; None for the default."""
+    """The maximum number of tokens of a batch (pack); None for the default."""
     reuse: Path | None = None
-    """An earlier directory of parts."""
+    """An earlier directory of parts, from which equal rows are copied."""
     offload: bool = False
     """Whether the model is spread over all GPUs, the memory and the disk."""
     bucket: str | None = None
-    """The address of the output in a bucket."""
+    """The address of the output in a bucket; None if the output is on a disk."""
 
 
 class Worker:
-    """The model and the data of a job, in a process that computes parts.
+    """The model and the data of an `embed` job, in a process that computes parts of the job.
 
     Raises:
         InputError: if the weights of the model have changed since the plan was made.
@@ -429,7 +434,7 @@ class Worker:
         how: dict[str, Any] = {"dtype": spec.dtype, "long": spec.long, "tokens": work.tokens}
         if work.offload:
             esm = offloaded(source, work.directory / "work" / "layers", dtype, device)
-            # A pass copies the layers once for any number of tokens. Two packs at the same time would wait.
+            # A forward pass copies the layers once for any number of tokens. Two passes at once would wait for copies.
             how |= {"tokens": work.tokens or GPU_PACK, "device": device, "threads": False}
         else:
             esm = weights.build(source, device, dtype).eval()
@@ -442,7 +447,7 @@ class Worker:
         self.reuse = None if work.reuse is None else EmbeddingStore(work.reuse)
 
     def compute(self, part: int) -> tuple[int, int]:
-        """Compute a part and write it, unless it is finished already. Return the number of its rows and residues."""
+        """Compute and write a part. Return the number of its rows and residues; 0 and 0 if it was finished already."""
         spec, index = self.spec, self.parts.index
         if self.parts.is_done(part):
             return 0, 0
@@ -493,5 +498,5 @@ worker_of = functools.lru_cache(maxsize=1)(Worker)
 
 
 def compute_part(work: Work, part: int) -> tuple[int, int]:
-    """Compute a part in a process that keeps the model for the next part; see `Worker.compute`."""
+    """Compute a part as `Worker.compute` does. The process keeps its model in memory for the next part."""
     return worker_of(work).compute(part)

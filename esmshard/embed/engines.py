@@ -1,12 +1,12 @@
-"""The `embed` command: it cuts an input into parts, an engine computes the parts, and one file is made of them.
+"""The `embed` command. It divides the input into parts, an engine computes them, and the output is made of all parts.
 
 The engines are processes of this machine (`local`), workers that a scheduler or a launcher has started (`array`), and
 Ray. A part is finished when its file exists (`esmshard.embed.parts`), so processes exchange no messages. Each engine
-only divides the numbers of the missing parts. If the same command runs again, it computes the missing parts.
+only divides the missing parts among processes. If the same command runs again, it computes the missing parts.
 
-After the last part `OUT.partial` becomes OUT, or its rows are copied, in input order, into the file OUT. A bucket
-cannot rename, so parts are uploaded to their final address. The manifest is uploaded last. It shows that the directory
-is complete.
+After the last part, the directory `OUT.partial` is renamed to OUT, or its rows are copied, in input order, to the file
+OUT. A bucket has no renaming, so parts are uploaded to their final address. The manifest is uploaded last, and shows
+that the directory is complete.
 """
 
 import contextlib
@@ -53,19 +53,19 @@ from esmshard.tasks.finetuned import without_tracks
 
 Engine = Literal["local", "array", "ray"]
 Progressed = Callable[[int, int], None]
-"""A function that is called with the number of finished rows and residues."""
+"""A function that is called with how many further rows and how many further residues are finished."""
 
 STDIN = Path("-")
 ROOM = "the finished parts are kept: make room, and run the command again"
 PART_FILE = f"parts/{'[0-9]' * 6}-{'[0-9a-f]' * 8}.safetensors"
 STORE = ["plan.json", "manifest.json", "failed.tsv", "index/*", PART_FILE]
-"""The files of a directory of parts, as patterns of `fnmatch`."""
+"""The names of the files in a directory of parts, as patterns for the module `fnmatch`."""
 MOST_LOSSES = 3
-"""How often in a row processes may be killed before a part is finished."""
+"""How many times in a row processes may be killed without finishing a part."""
 
 
 def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
-    """Describe a finished output, in one line."""
+    """Describe the content of a finished output in one line, for the user."""
     failed, records = manifest["failed_records"], manifest["records"]
     text = (
         f"{out}: {counted(records - failed, 'record')}; {counted(manifest['computed'], 'sequence')} computed, "
@@ -78,26 +78,26 @@ def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of worker `number` of `count` workers. It computes the parts number, number + count, ...
+    """The share of one of `count` workers: the parts with the numbers `number`, `number + count`, and so on.
 
-    Worker 0 also makes the plan, computes the unfinished parts of other workers, and writes the output.
+    Worker 0 also computes the unfinished parts of the other workers, and writes the output.
     """
 
     number: int
     count: int
 
     def of(self, missing: list[int]) -> list[int]:
-        """Return the missing parts that this worker computes, in the order of computation."""
+        """Return which of the parts in `missing`, which are not computed yet, this worker computes, in this order."""
         mine = [part for part in missing if part % self.count == self.number]
         # Worker 0 computes the parts of other workers backwards, while these workers may be computing them forwards.
         return mine + (sorted(set(missing) - set(mine), reverse=True) if self.number == 0 else [])
 
 
 def share(text: str | None) -> Share:
-    """Return the share of this process, from `--worker I/N` or from the variables of a scheduler or a launcher.
+    """Return the share of this process, from the option `--worker I/N` (`text`) or from environment variables.
 
-    Slurm's array, torchrun and srun set both numbers. An Indexed Job of Kubernetes sets only the number of the pod, so
-    it needs `--worker $JOB_COMPLETION_INDEX/N`. `UsageError` if the numbers are missing.
+    Slurm arrays, torchrun and srun set both numbers of `Share`. An Indexed Job of Kubernetes sets only the number of
+    the pod, so it needs `--worker $JOB_COMPLETION_INDEX/N`. Raise `UsageError` if a number is missing or wrong.
     """
     if text is not None:
         number, _, count = text.partition("/")
@@ -114,11 +114,11 @@ def share(text: str | None) -> Share:
     raise UsageError("--engine array: this process does not know its number; give --worker I/N, such as --worker 0/8")
 
 
-# Engines. `progressed` is called after each finished part.
+# The engines. Each calls `progressed` after each finished part.
 
 
 def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> None:
-    """Compute parts in this process, one after the other."""
+    """Compute the given parts in this process, one part after the other."""
     try:
         for part in parts:
             progressed(*compute_part(work, part))
@@ -127,12 +127,12 @@ def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> No
 
 
 def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int, progressed: Progressed) -> None:
-    """Compute the missing parts in processes of this machine. A killed process is started again.
+    """Compute the missing parts in several processes of this machine. A new process replaces a killed process.
 
     With the device `cuda` each process has its own GPU.
 
     Raises:
-        InputError: with the error message of a process, or if processes were killed again and again.
+        InputError: if a process has raised it, or processes were killed more than MOST_LOSSES times in a row.
     """
     losses, context = 0, multiprocessing.get_context("spawn")
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cpu_limits.cores() // processes))
@@ -164,11 +164,11 @@ def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int
 
 
 _number = 0
-"""The number of this process in its pool."""
+"""The number of this process among the processes of its pool, from 0. With the device `cuda`, process N uses GPU N."""
 
 
 def _begin_process(numbers: Any, threads: int) -> None:
-    """Prepare a process of the pool: it has a number, ignores Ctrl-C, and ends when its parent ends."""
+    """Prepare a process of the pool: give it a number, let it ignore Ctrl-C, and end it when its parent ends."""
     global _number  # noqa: PLW0603  # each process has its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -188,15 +188,15 @@ def _compute_in_process(work: Work, part: int) -> tuple[int, int]:
 
 
 def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: Progressed) -> None:
-    """Compute parts as tasks of a Ray cluster, each with one GPU or one core.
+    """Compute each part as a task of a Ray cluster. A task uses one GPU or one core.
 
     Nodes may join and leave: Ray gives the parts of a lost node to other nodes. All nodes need the same file system.
-    The address is `auto` for the cluster of this machine, `local` for a new cluster on this machine alone, or the
+    `address` is `auto` for the running cluster of this machine, `local` for a new cluster on this machine alone, or the
     address of a cluster.
 
     Raises:
         UsageError: if Ray is not installed, or the cluster cannot be reached.
-        InputError: with the error message of a task.
+        InputError: if a task has raised it, or has raised an `OSError`.
     """
     try:
         import ray
@@ -251,18 +251,18 @@ def embed(
     ray_address: str = "auto",
     part_tokens: int | None = None,
 ) -> dict[str, Any] | None:
-    """Compute the embeddings and write the output. Parts that are finished already are kept.
+    """Compute embeddings and write the output. Parts that an earlier, interrupted command has finished are kept.
 
     The arguments are the options of `esmshard embed` (docs/embed.md). `fasta` may be a plain or compressed file, `-`
-    for the standard input, a token store, structures, or an address in a bucket. `part_tokens`: tokens of each part.
+    for the standard input, a token store, structures, or an address in a bucket. `part_tokens`: see `begin`.
 
     Returns:
-        The manifest (see `esmshard.embed.parts`) and the path of `failed_file`. Worker 0 of an array writes the output;
-        the other workers return None.
+        The manifest (see `esmshard.embed.parts`), with the path of `failed_file`. In an array, worker 0
+        writes the output, and the other workers return None.
 
     Raises:
-        UsageError: if another output exists already, or a run with other settings was begun.
-        InputError: if a file cannot be read. In this case no file is left behind.
+        UsageError: if options do not fit together, or an output with other settings exists or was begun.
+        InputError: if the input cannot be read (then no file is left behind), or parts cannot be computed or written.
     """
     if offload and (engine != "local" or nproc not in (None, 1)):
         raise UsageError("--offload spreads one model over all memory of the machine; leave --nproc and --engine out")
@@ -276,7 +276,7 @@ def embed(
     partial(asked.out)
     processes = 1 if offload else processes_of(asked.device, nproc)
     if asked.device.type == "cuda" and engine != "ray":
-        own_device(processes - 1, processes, asked.device)  # raises if there is no GPU for each process
+        own_device(processes - 1, processes, asked.device)  # raises if there are fewer GPUs than processes
     reuse = None if reuse is None else reusable(reuse, asked).path
     scratch = contextlib.nullcontext(asked.out.parent) if url is None else remote.scratch()
     with read_from(asked, fasta) as (prepared, sequences, sentences), scratch as folder:
@@ -316,7 +316,7 @@ def embed(
                 else:
                     say(f"{url or asked.out}: is finished already")
                     if not directory.exists() or _json(directory, "plan.json").get("settings") == job.settings:
-                        remove(directory)  # A command was killed after it had written the output.
+                        remove(directory)  # An earlier command was killed after it had written the output.
             except (InputError, OSError):
                 if directory.exists() or (manifest := job.finished()) is None:
                     raise  # Otherwise another process has written the output meanwhile, and removed the parts.
@@ -326,7 +326,7 @@ def embed(
 
 
 def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
-    """Open an earlier directory of parts. `UsageError` if its settings or outputs do not suit the request."""
+    """Open an earlier directory of parts. Raise `UsageError` if its settings or outputs do not suit the request."""
     store = EmbeddingStore(remote.local(path).resolve())
     store.check_reuse(asked.spec)
     return store
@@ -334,7 +334,8 @@ def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
 
 @contextlib.contextmanager
 def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, Path, list[str]]]:
-    """Provide three things: the request (each track has a path), the file of the sequences, and sentences about them.
+    """Yield three things: the request with a path for each track, the path of the sequence file or token store, and a
+    list of notices for the user.
 
     Structures become a FASTA file of their chains. The standard input is copied, because it can be read only once.
     """
@@ -353,12 +354,12 @@ def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, 
 
 @dataclass(frozen=True)
 class _Job:
-    """A request of `embed` and its steps. Its output has a path on this machine, even if it is uploaded to a bucket."""
+    """The steps of one `embed` command. The output has a path on this machine even if it is uploaded to a bucket."""
 
     asked: EmbedRequest
     fasta: Path
     settings: Mapping[str, str]
-    """See `settings_of`."""
+    """The settings that determine the output; see `settings_of`."""
     overwrite: bool
     url: str | None
 
@@ -369,7 +370,9 @@ class _Job:
         part_tokens: int | None,
         store: Path | None,
     ) -> dict[str, Any] | None:
-        """Make the plan and compute the parts, unless they exist. With the token `store`, write the output, too."""
+        """Make the plan and compute the parts, unless they exist already. If `store` is given, the path of the token
+        store, also write the output and return the manifest; otherwise return None.
+        """
         asked, directory, is_parts = self.asked, partial(self.asked.out), self.asked.fmt == PARTS
         self.clear_way()
         for notice in filter(None, [*sentences, weights.altered(asked.weights.files)]):
@@ -409,43 +412,43 @@ class _Job:
         elif is_parts:
             shutil.rmtree(directory / "work", ignore_errors=True)
             for stray in set(parts.folder.iterdir()) - {parts.folder / parts.name(part) for part in range(len(parts))}:
-                stray.unlink(missing_ok=True)  # Killed workers or another plan left it.
+                stray.unlink(missing_ok=True)  # A killed worker or an earlier plan left this file.
             remove(asked.out)
             directory.rename(asked.out)
         else:
             sequences = TokenStore(store) if FORMATS[asked.fmt].by_sequence else None
             write_file(EmbeddingStore(directory), asked.out, asked.fmt, sequences)
-        for stray in asked.out.absolute().parent.glob(f".planning-{directory.name}-*"):  # Killed commands left it.
+        for stray in asked.out.absolute().parent.glob(f".planning-{directory.name}-*"):  # left by killed commands
             shutil.rmtree(stray, ignore_errors=True)
         remove(directory)
         return manifest
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the manifest of a finished output of this request; None if the output is yet to be written."""
+        """Return the manifest of the finished output of this request; None if the output must still be written."""
         out = self.asked.out
         if self.asked.fmt == PARTS:
             manifest = _json(out if self.url is None else RemoteDirectory(self.url), "manifest.json")
         else:
             manifest = _json(out.parent, facts_file(out).name) if out.exists() else {}
-        if self.overwrite or "settings" not in manifest:  # Other programs write files of this name, too.
+        if self.overwrite or "settings" not in manifest:  # Another program may have written the file.
             return None
         self.check_same(manifest, "made")
         return manifest
 
     def check_same(self, known: Mapping[str, Any], verb: str) -> None:
-        """Raise `UsageError` if an output was made or begun with other settings."""
+        """Raise `UsageError` if the output that `known` describes was made or begun with other settings."""
         if different := difference(known.get("settings", {}), self.settings):
             place = self.url or (self.asked.out if verb == "made" else partial(self.asked.out))
             raise UsageError(f"{place}: was {verb} with {different}; --overwrite starts over")
 
     def clear_way(self) -> None:
-        """Raise `UsageError` if there is an output, or an interrupted run with other settings. `overwrite` allows to
-        replace these. Files of other programs are never replaced.
+        """Raise `UsageError` if an output is in the way, or an interrupted command with other settings. If `overwrite`
+        is true, remove them instead. Files of other programs are never replaced.
         """
         asked, directory, overwrite = self.asked, partial(self.asked.out), self.overwrite
         bucket = None if self.url is None else RemoteDirectory(self.url)
         names = [] if bucket is None else [*bucket.listing()]
-        plan = _json(bucket or directory, "plan.json")  # It is written first: other files without it are not ours.
+        plan = _json(bucket or directory, "plan.json")  # It is written first. Without it, other files are not ours.
         if names and "settings" not in plan:
             raise UsageError(
                 f"{self.url}: is no directory of embeddings (it holds {names[0]}), so embed writes nothing into it; "
@@ -460,7 +463,7 @@ class _Job:
                 bucket.remove(sorted(ours, key=lambda name: (name == "plan.json", name != "manifest.json")))
             return
         check_replaced(directory, ["*"], marker="plan.json")
-        if not plan or overwrite:  # Otherwise the first command of this run has checked it.
+        if not plan or overwrite:  # Otherwise the command that made the plan has checked this.
             if asked.fmt != PARTS:
                 FORMATS[asked.fmt].check_place(asked.out, overwrite=overwrite)
             elif asked.out.exists() and not overwrite:
@@ -473,14 +476,14 @@ class _Job:
 
 
 def _json(place: Path | RemoteDirectory, name: str) -> dict[str, Any]:
-    """Read a JSON file; an empty dictionary if it does not exist."""
+    """Read a JSON file from a directory or a bucket; an empty dictionary if the file does not exist."""
     if isinstance(place, RemoteDirectory):
         return dict(json.loads(place.read(name).get(name, "{}")))
     return dict(read_json(place / name)) if (place / name).is_file() else {}
 
 
 def check_fits(place: Path, need: int) -> None:
-    """Raise `InputError` if the disk of a directory has no room for `need` bytes."""
+    """Raise `InputError` if the disk of the directory `place` has no room for `need` bytes."""
     free = shutil.disk_usage(place).free
     if need > free:
         raise InputError(
@@ -490,15 +493,15 @@ def check_fits(place: Path, need: int) -> None:
 
 
 def part_bytes(asked: EmbedRequest, index: RowIndex, parts: Iterable[int]) -> int:
-    """Return the size of parts, in bytes."""
+    """Return the size of the values in the given parts together, in bytes."""
     spec = asked.spec
     numbers = sum(int(spec.numbers(spec.long.kept(index.lengths_of(part))).sum()) for part in parts)
     return numbers * np.dtype(NUMPY[spec.dtype]).itemsize
 
 
 def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
-    """Return the approximate size, in bytes, of the file that is made from the parts; 0 if no file is made.
-    `UsageError` if the format cannot hold so many records.
+    """Return the approximate size, in bytes, of the file that is made from the parts; 0 if no file is made. Raise
+    `UsageError` if the file format cannot hold the outputs or so many records.
     """
     if asked.fmt == PARTS:
         return 0
@@ -510,11 +513,11 @@ def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
 
 
 def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str:
-    """Describe the input and the size of an output, in several lines. Nothing is computed, and no file is left behind.
+    """Describe the input and the size of the output in several lines. No embedding is computed, and no file stays.
 
     Raises:
         InputError: if the output is too large for the disk, or the input cannot be read.
-        UsageError: if the output cannot be computed or written.
+        UsageError: if the request does not suit the input, the format or the directory `reuse`.
     """
     in_bucket, long = remote.address(asked.out) is not None, asked.spec.long
     place = None if in_bucket else next(folder for folder in asked.out.absolute().parents if folder.is_dir())
@@ -541,8 +544,8 @@ def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str
 
 
 def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: TokenStore | None = None) -> None:
-    """Write the rows of a directory of parts into one file. `OUT.json` describes it; `OUT.failed.tsv` lists failed
-    records, if any, and `OUT.chains.tsv` the chains of records with several chains.
+    """Write the rows of a directory of parts into the file OUT, which `OUT.json` describes. `OUT.failed.tsv` lists
+    failed records, and `OUT.chains.tsv` the chains of records with several chains, if there are such records.
 
     Raises:
         UsageError: if the format needs sequences and gets none. A finished directory has no sequences.
@@ -560,7 +563,7 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
             writer.add(row)
             if n and n % 4096 == 0:
                 progress.update(n, fmt)
-        # These files get their names together with the output.
+        # The writer gives these files their final names together with the output.
         if embeddings.failed:
             shutil.copyfile(embeddings.path / "failed.tsv", failures_file(writer.work))
         write_chains(writer.work, embeddings.chains, spec.chains.text)
@@ -570,7 +573,9 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
 
 
 def status(out: Path) -> str:
-    """Describe the progress of an output, in one or two lines. `InputError` if there is no output."""
+    """Describe the progress of an output in one or two lines. Raise `InputError` if there is no output, and
+    `UsageError` if the output is in a bucket.
+    """
     if (url := remote.address(out)) is not None:
         raise UsageError(f"{url}: status reads a directory on a disk; list {url}/parts/, where each object is a part")
     directory = next((folder for folder in (out, partial(out)) if (folder / "plan.json").is_file()), None)
@@ -589,7 +594,7 @@ def status(out: Path) -> str:
 
 
 def merge(directory: Path, out: Path, fmt: str | None, overwrite: bool) -> str:
-    """Make one file from a finished directory of parts. The directory stays."""
+    """Make one file from a finished directory of parts, which stays, and return a line of text for the user."""
     fmt, embeddings = fmt or out.suffix.removeprefix("."), EmbeddingStore(directory)
     size = {"records": len(embeddings), "id_bytes": int(embeddings.index.ids[-1])}
     suits(fmt, embeddings.outputs, embeddings.spec.dtype, out, **size)

@@ -1,25 +1,25 @@
-"""A directory of parts: the plan of an embedding job, its parts, and the embeddings read by id.
+"""The directory of an `embed` job: the plan, the parts of the output, and an index by record id.
 
     OUT/
-      plan.json            the request, the input, and the bounds of the parts
-      manifest.json        written last: the plan, and failed rows, counts, devices and versions
-      parts/               000012-1f9c2a34.safetensors: rows `bounds[12]` to `bounds[13]`; the name ends in
-                           the plan's digest. One tensor for each output, rows end to end: `mean_6` [n, D],
+      plan.json            the settings, facts on the input, and the first row of each part
+      manifest.json        written last: the plan, with failed rows, counts, devices and versions
+      parts/               000012-1f9c2a34.safetensors: rows `bounds[12]` to `bounds[13]`. The name ends in
+                           the plan's digest. Each output is one tensor, with rows end to end: `mean_6` [n, D],
                            `residue_6` [sum of L, D], `logits` [sum of L, 33], `contacts` [sum of L^2],
-                           `attentions_6` [sum of H x L^2]; in the metadata a JSON `note` on failed rows and versions
+                           `attentions_6` [sum of H x L^2]; the metadata `note` is JSON on failed rows and versions
       index/
-        ids.txt, ids.npy       ids of the N records, one on each line, and where each begins (in bytes), int64 [N + 1]
-        id_keys.npy, id_rows.npy   `io.store.keys` of the ids, sorted, and the record of each
-        lengths.npy            int32 [N]: residues of each record
-        rows.npy               int64 [N]: the row of each record; equal sequences share one of U rows
+        ids.txt, ids.npy       ids of the N records, one on each line, and the byte at which each begins, int64 [N + 1]
+        id_keys.npy, id_rows.npy   hashes of the ids (`io.store.keys`), sorted, and the record of each hash
+        lengths.npy            int32 [N]: number of residues of each record
+        rows.npy               int64 [N]: the row of each record. Records of equal sequences share one of the U rows
         first.npy              int64 [U]: the first record of each row
-        keys.npy, key_rows.npy  `Spec.row_key` of each row, S16 [U], and the rows in the order of their keys
-        chains.json            residues of each chain by id, for records with several chains
+        keys.npy, key_rows.npy  `Spec.row_key` of each row, S16 [U], and the row numbers in the order of keys
+        chains.json            number of residues of each chain, by id, for records with several chains
       failed.tsv           id, residues and reason of each failed record, if there are any
 
-Rows are in the order in which their sequences first occur. A part is finished when its file, or its object in a bucket,
-exists. A file is written under another name and then renamed. The directory is called `OUT.partial` until it is
-finished. The plan follows from the request and the input alone, so all machines make the same plan.
+A row has the values of one sequence. Rows are in the order in which their sequences first occur. A part is finished
+when its file, or its object in a bucket, exists. A file is written under another name and then renamed. The directory
+is called `OUT.partial` until all is finished. All machines make the same plan from the same request and input.
 """
 
 import copy
@@ -60,30 +60,30 @@ from esmshard.progress import say
 from esmshard.vocab import chain_spans, decode
 
 FORMAT = "3"
-"""The version of the plan and of parts."""
+"""The version of the format of `plan.json` and of the parts."""
 LEAST_PART, MOST_PART = 1 << 14, 1 << 18
-"""The minimum and maximum number of tokens of a part. MOST_PART is for a model of 8 million parameters. Larger models
-have smaller parts, which take about as much time.
+"""The minimum and maximum number of tokens of a part. MOST_PART is for a model of 8 million parameters. For larger
+models parts are smaller, so that a part takes about as much time.
 """
 SHARE_OF_PART, MOST_PARTS = 128, 4096
 """A part is 1/SHARE_OF_PART of the input, so that several processes end at about the same time. A very large input
-has larger parts instead, and at most MOST_PARTS parts.
+has larger parts, so that there are about MOST_PARTS parts at most.
 """
 PART_BYTES = 1 << 29
-"""The maximum size of the values of a part, in bytes. The values are in memory until the part is written."""
+"""The approximate maximum size of a part's values, in bytes. Memory holds these values until the part is written."""
 _OPEN_PARTS = 16
 _AT_ONCE = 1 << 14
 
 
 def partial(out: Path) -> Path:
-    """Return the path of an unfinished directory of parts."""
+    """Return `OUT.partial`, the path of the unfinished directory for the output `out`."""
     if out.name in ("", "..", "."):
         raise UsageError(f"{out}: give the output a name")
     return out.with_name(f"{out.name}.partial")
 
 
 def settings_of(asked: EmbedRequest, fasta: Path) -> dict[str, str]:
-    """Return everything that determines an output: the request, and digests of the input and of the tracks."""
+    """Return the settings that determine an output, as texts by name, with digests of the input and of the tracks."""
     try:
         content = remembered_sha256(fasta / "manifest.json" if is_store(fasta) else fasta)
     except OSError as error:
@@ -95,23 +95,24 @@ def settings_of(asked: EmbedRequest, fasta: Path) -> dict[str, str]:
 def begin(
     work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str] = (), part_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Write the plan of a job into `OUT.partial`, or read the existing plan.
+    """Write the plan and the index of an `embed` job into a new directory `OUT.partial`, and return the plan. If there
+    is a plan already, return that plan.
 
     Args:
-        work: `OUT.partial`.
+        work: the directory `OUT.partial`.
         fasta: a FASTA file or a token store.
-        asked: the request; each track has a path.
-        notices: sentences on the input, for the plan.
-        part_tokens: how many tokens a part has; by default this depends on the sizes of input and model.
+        asked: the request, in which each track has a path.
+        notices: sentences for the user about the input. They are stored in the plan.
+        part_tokens: the number of tokens of a part; by default this number follows from the sizes of input and model.
 
     Raises:
-        UsageError: if a sequence is too long for the model.
+        UsageError: if a sequence is too long for the model, or the requested treatment would cut chains.
         InputError: if the input cannot be read.
     """
     if not (work / "plan.json").exists():
         work.parent.mkdir(parents=True, exist_ok=True)
-        # The directory gets its name when its plan is complete, so it always has a plan. If two commands begin at the
-        # same time, the first plan counts.
+        # The directory gets its name when its plan is complete. If two commands begin at the same time, the plan of
+        # the first command counts.
         with tempfile.TemporaryDirectory(prefix=f".planning-{work.name}-", dir=work.parent) as scratch:
             planning = Path(scratch) / work.name
             for folder in ("work", "parts", "index"):
@@ -180,12 +181,12 @@ def _plan(
 
 
 def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[TrackStore] = ()) -> tuple[int, int]:
-    """Write the index of records and rows; see the beginning of this module. Memory: 60 bytes for each record.
+    """Write the index of records and rows (see the docstring of this module). This takes 60 bytes for each record.
 
     Args:
         index: an empty directory.
         store: the token store of the records.
-        spec: the spec, which is a part of the keys of rows.
+        spec: the settings of the job. The key of each row depends on them.
         tracks: the tracks of the records.
 
     Returns:
@@ -196,7 +197,7 @@ def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[Tra
     with open(index / "ids.txt", "wb") as ids:
         for start in range(0, n, _AT_ONCE):
             records = range(start, min(start + _AT_ONCE, n))
-            store = copy.copy(store)  # maps the files again, because mapped pages count as memory
+            store = copy.copy(store)  # maps the files again, so that the pages read so far leave the memory
             tracks = [TrackStore(track.path, track.track, store) for track in tracks]
             names = [store.id(k).encode() + b"\n" for k in records]
             ids.write(b"".join(names))
@@ -224,13 +225,15 @@ def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[Tra
 
 
 def _part_tokens(tokens: int, config: ModelConfig) -> int:
-    """Return how many tokens a part has if the input has `tokens` tokens."""
+    """Return the number of tokens of a part for an input of `tokens` tokens and a model of this size."""
     most = max(LEAST_PART, MOST_PART * 6 * 320**2 // (config.n_layers * config.dim**2))
     return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), most), tokens // MOST_PARTS)
 
 
 def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
-    """Return the first row of each part, then the number of rows. A part has `per_part` tokens or PART_BYTES."""
+    """Return the first row of each part, then the number of rows. A part has about `per_part` tokens, or fewer if
+    the values would be larger than PART_BYTES.
+    """
     first_U, length_N = (np.load(index / f"{name}.npy", mmap_mode="r") for name in ("first", "lengths"))
     kept_U = spec.long.kept(length_N[first_U].astype(np.int64))
     bytes_U = spec.numbers(kept_U) * np.dtype(NUMPY[spec.dtype]).itemsize
@@ -243,7 +246,7 @@ class RowIndex:
     """The index of records and rows, memory-mapped.
 
     Args:
-        path: the directory `index`.
+        path: the directory `index` of an `embed` job.
         bounds: the first row of each part, then the number of rows.
     """
 
@@ -259,7 +262,7 @@ class RowIndex:
         return np.asarray(self.lengths[first_n], np.int64)
 
     def id_list(self, start: int, stop: int) -> list[str]:
-        """Return the ids of the records from `start` to `stop`."""
+        """Return the ids of the records `start` to `stop` - 1."""
         at = self.ids[start : stop + 1].tolist()
         with open(self.path / "ids.txt", "rb") as file:
             file.seek(at[0])
@@ -267,7 +270,7 @@ class RowIndex:
         return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
 
     def find(self, record_id: str) -> int | None:
-        """Return the number of the record with an id; None if no record has this id."""
+        """Return the number of the record that has the id `record_id`; None if no record has this id."""
         wanted = keys([record_id.encode(errors="surrogatepass")])[0]
         begin, end = (int(self.id_keys.searchsorted(wanted, side)) for side in ("left", "right"))
         for record in self.id_rows[begin:end].tolist():
@@ -276,7 +279,7 @@ class RowIndex:
         return None
 
     def rows_of(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the row of each key, int64 [M]; -1 if no row has this key."""
+        """Return the number of the row that has each key (`Spec.row_key`), int64 [M]; -1 if no row has this key."""
         place_M = np.searchsorted(self.keys, keys_M, sorter=self.key_rows).clip(max=len(self.keys) - 1)
         row_M = self.key_rows[place_M]
         return np.where(self.keys[row_M] == keys_M, row_M, -1)
@@ -286,7 +289,7 @@ class RowPlaces:
     """The positions of the rows of each output in the tensors of a part.
 
     Args:
-        spec: the spec of the job.
+        spec: the settings of the job.
         length_n: the number of residues of each row of the part, int64 [n].
     """
 
@@ -298,26 +301,26 @@ class RowPlaces:
         }
 
     def width(self, output: Output) -> int:
-        """Return how many numbers a row of the output's tensor has."""
+        """Return how many numbers one row of the tensor of an output has."""
         return 1 if output.paired else output.shape(1, self.spec.dim)[-1]
 
     def slice(self, output: Output, row: int) -> slice:
-        """Return the rows of the output's tensor that belong to a row of the part."""
+        """Return which rows of the tensor of `output` hold the values of the sequence number `row` of the part."""
         return slice(*self._starts[output.name][row : row + 2].tolist())
 
     def empty(self, output: Output) -> torch.Tensor:
-        """Return a tensor of zeros for the values of an output in all rows of the part."""
+        """Return a tensor of zeros with the shape for all values of an output in the part."""
         n = int(self._starts[output.name][-1])
         return torch.zeros((n,) if output.paired else (n, self.width(output)), dtype=TORCH[self.spec.dtype])
 
 
 class Parts:
-    """The parts of a job: their file names, which of them are missing, and how a part is written and read.
+    """The parts of an `embed` job. The methods name, find, write and read the files of the parts.
 
     Args:
         directory: `OUT.partial`, or a finished directory of parts.
-        plan: its plan.
-        bucket: the bucket that holds the parts; None if they are on a disk.
+        plan: the plan in this directory.
+        bucket: the bucket that holds the parts; None if the parts are on a disk.
     """
 
     def __init__(self, directory: Path, plan: Mapping[str, Any], bucket: RemoteDirectory | None = None) -> None:
@@ -328,7 +331,7 @@ class Parts:
         return len(self.index.bounds) - 1
 
     def name(self, part: int) -> str:
-        """Return the file name of a part. Parts of another plan have other names."""
+        """Return the file name of a part. The name contains a digest of the plan, so other plans have other names."""
         return f"{part:06d}-{self._digest}.safetensors"
 
     def missing(self) -> list[int]:
@@ -338,7 +341,7 @@ class Parts:
         return [part for part in range(len(self)) if self.name(part) not in finished]
 
     def is_done(self, part: int) -> bool:
-        """Whether any process has finished a part."""
+        """Whether this process or any other has finished a part."""
         if self._bucket is not None:
             return self._bucket.look(f"parts/{self.name(part)}") is not None
         return (self.folder / self.name(part)).exists()
@@ -351,7 +354,7 @@ class Parts:
             scratch.touch()
             mode = scratch.stat().st_mode
             save_file(dict(tensors), scratch, {"note": json.dumps(note)})
-            scratch.chmod(mode)  # save_file makes private files, which workers of other users could not read
+            scratch.chmod(mode)  # save_file makes files that other users could not read
             with open(scratch, "rb") as file:
                 os.fsync(file.fileno())
             if self._bucket is None:
@@ -362,12 +365,14 @@ class Parts:
             scratch.unlink(missing_ok=True)
 
     def note(self, part: int) -> dict[str, Any]:
-        """Return the note of a finished part. `InputError` if its file is truncated or belongs to another part."""
+        """Return the `note` in the metadata of a finished part: failed rows, device and versions. Raise `InputError` if
+        the file is truncated or holds another part.
+        """
         path = self.folder / self.name(part)
         if self._bucket is None or path.exists():
             with opened(path) as file:
                 metadata = file.metadata()
-        else:  # The header of a safetensors file: its length in 8 bytes, and JSON.
+        else:  # A safetensors file begins with the length of its header in 8 bytes, and the header as JSON.
             size = int.from_bytes(self._bucket.first_bytes(f"parts/{path.name}", 8), "little")
             metadata = json.loads(self._bucket.first_bytes(f"parts/{path.name}", size + 8)[8:])["__metadata__"]
         note: dict[str, Any] = json.loads(metadata["note"])
@@ -380,7 +385,7 @@ _DAMAGED = "{}: is damaged ({}); remove it, and run the same embed again"
 
 
 def opened(path: Path) -> Any:
-    """Open a part. `InputError` if it is missing or truncated."""
+    """Open the file of a part. Raise `InputError` if the file is missing or truncated."""
     try:
         return safe_open(path, "pt")
     except (OSError, SafetensorError) as error:
@@ -388,7 +393,7 @@ def opened(path: Path) -> Any:
 
 
 def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
-    """Write `failed.tsv` and the manifest of a job when all its parts are finished. Return the manifest."""
+    """Write `failed.tsv` and `manifest.json` of a job whose parts are all finished, and return the manifest."""
     index, notes = parts.index, [parts.note(part) for part in range(len(parts))]
     reasons = {index.bounds[k] + row: why for k, note in enumerate(notes) for row, why in note["failed"]}
     records = np.flatnonzero(np.isin(index.rows, list(reasons))).tolist() if reasons else []
@@ -411,7 +416,7 @@ def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str
 
 
 def remove(directory: Path) -> None:
-    """Remove a directory, if it exists. It is first renamed, so that no process reads half of it or adds a file."""
+    """Rename a directory, if it exists, and remove it. So no process reads a half-removed directory or adds a file."""
     removed = directory.with_name(f".removed-{directory.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if directory.exists():
@@ -420,16 +425,16 @@ def remove(directory: Path) -> None:
 
 
 class EmbeddingStore:
-    """Embeddings by id.
+    """The embeddings in a finished directory of parts, by record id.
 
     `store["P12345"]` is an array. `store[["P12345", "Q67890"]]` is an array [N, D] if each record has one vector, else
-    a list of arrays. If there are several outputs, both are dictionaries by the name of the output.
+    a list of arrays. If the store has several outputs, both expressions give a dictionary by the name of the output.
 
     Args:
-        path: the directory, or its address in a bucket. The local cache keeps a copy of a bucket's directory.
+        path: the path of the directory, or its address in a bucket, of which the local cache then keeps a copy.
 
     Raises:
-        InputError: if the directory is no directory of embeddings, or is unfinished.
+        InputError: if the directory is unfinished, or holds no embeddings.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -441,15 +446,15 @@ class EmbeddingStore:
         self.manifest = read_json(self.path / "manifest.json")
         self.spec = Spec.of(self.manifest["spec"])
         self.outputs = self.spec.outputs
-        """The outputs of each record."""
+        """The kinds of output that each record has, such as `mean_6`."""
         self.parts = Parts(self.path, self.manifest)
         self.index = self.parts.index
         self.chains: dict[str, list[int]] = read_json(self.index.path / "chains.json")
-        """The number of residues of each chain, by id, for records with several chains. The rows of an array are in the
-        order of the chains.
+        """The number of residues of each chain, by id, for records with several chains. In a record's arrays, the
+        residues of its chains follow each other in this order.
         """
         self.failed: dict[str, str] = {}
-        """The reason why a record has no values, by id."""
+        """For each failed record, by id, the reason why the record has no values."""
         if (failed := self.path / "failed.tsv").is_file():
             lines = failed.read_text(encoding="utf-8").splitlines()[1:]
             self.failed = {record_id: reason for record_id, _, reason in (line.split("\t") for line in lines)}
@@ -489,7 +494,7 @@ class EmbeddingStore:
 
     @property
     def attributes(self) -> dict[str, str | int]:
-        """Return the attributes for files: the model, the outputs and the settings."""
+        """Return the attributes to store in output files: the model, the outputs and the settings."""
         spec, long = self.spec, self.spec.long
         layers = [*dict.fromkeys(output.layer for output in self.outputs if output.layer is not None)]
         attributes: dict[str, str | int] = {
@@ -510,7 +515,7 @@ class EmbeddingStore:
         return attributes | ({"overlap": long.overlap} if long.mode == "window" else {})
 
     def rows(self, sequences: TokenStore | None = None) -> Iterator[Row]:
-        """Yield the records that have values, in input order. bf16 values are given as their bits, uint16.
+        """Yield each record that has values, in input order. bf16 values are given as their bits, uint16.
 
         Args:
             sequences: the token store of the input, for formats that need the sequences.
@@ -525,7 +530,7 @@ class EmbeddingStore:
                     yield Row(record_id, int(length), self.values(int(row)), residues, chains=chains)
 
     def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of a row by output name. bf16 values are given as their bits. A failed row has zeros."""
+        """Return the arrays of a row by output name. bf16 values are given as uint16 bits. A failed row has zeros."""
         part = int(np.searchsorted(self.index.bounds, row, side="right")) - 1
         file, places = self._open_part(part)
         at, values = row - self.index.bounds[part], {}
@@ -545,7 +550,7 @@ class EmbeddingStore:
         return {name: as_float(array, self.spec.dtype) for name, array in values.items()}
 
     def check_reuse(self, spec: Spec) -> None:
-        """Raise `UsageError` if an output is missing or a setting differs, so that no row can be copied."""
+        """Raise `UsageError` if an output of `spec` is missing here or a setting differs: then no row can be copied."""
         if different := difference(self.spec.settings, spec.settings):
             raise UsageError(f"--reuse {self.path}: was made with {different}")
         if missing := [output.title for output in spec.outputs if output not in self.outputs]:
@@ -553,7 +558,9 @@ class EmbeddingStore:
             raise UsageError(f"--reuse {self.path}: holds {held}, and no {' and '.join(missing)}")
 
     def rows_to_reuse(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the row to copy for each key, int64 [M]; -1 for none. Failed and windowed rows are not copied."""
+        """Return the number of the row to copy for each key, int64 [M]. This is -1 if no row has the key, or if the row
+        failed or was computed in windows for lack of memory.
+        """
         row_M = self.index.rows_of(keys_M)
         without = [*self.manifest["failed_rows"], *self.manifest["windowed_rows"]]
         return np.where(np.isin(row_M, without), -1, row_M)

@@ -27,26 +27,26 @@ from esmshard.vocab import Chains, join_option
 
 TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYERLESS: tuple[Pool, ...] = ("logits", "contacts")
-"""The outputs that come from the whole model and belong to no layer."""
+"""The kinds of output that come from the whole model and belong to no layer."""
 
 PARTS = "parts"
-"""The format that is a directory of parts."""
+"""The name of the output format that is a directory of parts."""
 
 
 def choose(
     pools: Sequence[str], layers: Sequence[int] | None, config: ModelConfig, model: str, heads: Sequence[int] = ()
 ) -> tuple[Output, ...]:
-    """Return the outputs: every pool of every layer, in the given order.
+    """Return the outputs to compute: every kind of output (pool) for every layer, in the given order.
 
     Args:
-        pools: see `Output`.
-        layers: 0 (embedding) to the number of layers. The default is the last, normed layer, which is also -1.
+        pools: the kinds of output, such as `mean`; see the class `Output`.
+        layers: 0 (embedding) to the number of layers. The default is the last, normed layer, which is also called -1.
         config: the architecture of the model.
         model: the name of the model, for messages.
-        heads: the heads of `attentions`, from 0; all by default.
+        heads: the attention heads of the output `attentions`, counted from 0; all heads by default.
 
     Raises:
-        UsageError: for an unknown pool, layer or head.
+        UsageError: if a pool, layer or head does not exist, or layers or heads are given to pools that have none.
 
     >>> from esmshard.model.families.family_registry import SIZES
     >>> [output.name for output in choose(["mean", "contacts"], [5, 6], SIZES["esm2_t6_8M_UR50D"], "x")]
@@ -82,19 +82,19 @@ def choose(
 class Long:
     """The treatment of sequences of more than `window` residues.
 
-    `full`: the model gets the whole sequence. Rotary positions allow this, but models were trained on some 1,000 to
-    2,000 residues. `window`: the model gets overlapping windows, and their values are blended. `truncate`: the model
-    gets the first `window` residues, and further residues have no values.
+    `full`: the model gets the whole sequence. Rotary positions allow this, but models were trained on sequences of some
+    1,000 to 2,000 residues. `window`: the model gets overlapping windows of the protein, whose values are blended.
+    `truncate`: the model gets the first `window` residues, and further residues have no values.
     """
 
     mode: Literal["full", "window", "truncate"] = "full"
     window: int = 0
-    """The residues of a window; 0 means the maximum number of residues that the model got at once in training."""
+    """The number of residues of a window; 0 means the maximum length of the inputs in the training of the model."""
     overlap: int = 256
     """The number of residues that neighbouring windows share."""
 
     def for_model(self, config: ModelConfig) -> "Long":
-        """Return the treatment with the default window of a model. `UsageError` for impossible values."""
+        """Return this treatment with the model's window if `window` is 0. Raise `UsageError` for impossible values."""
         long = self if self.window else replace(self, window=window_of(config))
         if long.mode not in ("full", "window", "truncate"):
             raise UsageError(f"--long {long.mode}: full, window or truncate is expected")
@@ -106,11 +106,12 @@ class Long:
         return long
 
     def kept(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return, for each length of a sequence, the number of residues that have values."""
+        """Return how many residues have values in the output, for each sequence length in `length`."""
         return np.minimum(length, self.window) if self.mode == "truncate" else length
 
     def starts(self, length: int) -> list[int]:
-        """Return where the windows of a sequence begin. Windows are spread evenly; neighbours share at least `overlap`.
+        """Return the first residue of each window of a sequence, counted from 0. Windows are spread evenly over the
+        sequence, and neighbouring windows share at least `overlap` residues.
 
         >>> Long("window", 100, 20).starts(250), Long("full").starts(250)
         ([0, 75, 150], [0])
@@ -126,39 +127,39 @@ class Spec:
     """Everything that determines the values of embeddings, except the sequences and their tracks."""
 
     model_hash: str
-    """The sha256 over the weight files and the architecture."""
+    """One sha256 of the weight files and the architecture of the model."""
     outputs: tuple[Output, ...]
     dim: int
     dtype: Dtype
-    """The dtype of the stored numbers."""
+    """The dtype of the numbers in the output."""
     compute: Dtype
     """The dtype of the arithmetic."""
     long: Long
     chains: Chains
-    """How several chains of a record are joined."""
+    """How the chains of a record are joined if the record has several chains."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Spec":
-        """Read a spec back from the JSON of `dataclasses.asdict`."""
+        """Make a spec from the dictionary that `dataclasses.asdict` made of a spec, perhaps read from JSON."""
         return TypeAdapter(cls).validate_python(fields)
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings that determine a row of a given sequence and output, as options of the command."""
+        """Return the settings that determine the values of a sequence, as texts by option of the command."""
         long = self.long.mode if self.long.mode == "full" else f"{self.long.mode} --window {self.long.window}"
         long += f" --overlap {self.long.overlap}" if self.long.mode == "window" else ""
         texts = {"model": self.model_hash[:16], "--dtype": self.dtype, "--precision": self.compute, "--long": long}
         return texts | {"--join": self.chains.text}
 
     def row_key(self, tokens: npt.NDArray[np.uint8], tracks: Mapping[str, bytes]) -> bytes:
-        """Return the key of a row, 16 bytes: a digest of the settings, the tokens and the tracks.
+        """Return the key of a row (all values of one sequence), 16 bytes: a digest of settings, tokens and tracks.
 
-        Rows with equal keys are equal except for rounding, so that a row may be copied from another store. The outputs
-        are no part of the key, since a store may hold more outputs than a request needs.
+        Rows with equal keys are equal except for rounding, so that a row may be copied from an earlier output. The
+        kinds of output are no part of the key, since an earlier output may hold more kinds than a request needs.
 
         Args:
             tokens: the residues of the record, with the linkers between its chains, uint8 [L].
-            tracks: the values, as bytes, of each track that the record has, by name.
+            tracks: the values of each track of the record, as bytes, by the name of the track.
         """
         digest = hashlib.blake2b(self._salt, digest_size=16)
         digest.update(tokens.data)
@@ -171,12 +172,12 @@ class Spec:
         return json.dumps(self.settings | {"model": self.model_hash}).encode()
 
     def numbers(self, kept_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many numbers each row has over all outputs, int64 [U], given the number of its residues."""
+        """Return how many numbers each row has in all outputs, int64 [U]. `kept_U`: the residue count of each row."""
         return sum((output.numbers(kept_U, self.dim) for output in self.outputs), np.zeros_like(kept_U))
 
 
 def difference(known: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Return, as a clause, the first setting in which two outputs differ; None if all settings are equal."""
+    """Return a phrase on the first setting in which two embedding jobs differ; None if all settings are equal."""
     for name in {**wanted, **known}:
         before, now = known.get(name, "without"), wanted.get(name, "without")
         if before != now:
@@ -186,7 +187,7 @@ def difference(known: Mapping[str, str], wanted: Mapping[str, str]) -> str | Non
 
 @dataclass(frozen=True)
 class EmbedRequest:
-    """What to compute and where to write it. Everything is checked except the input."""
+    """The embeddings to compute, and the place to write them. All settings are checked, but not the input file."""
 
     model: str
     out: Path
@@ -198,7 +199,7 @@ class EmbedRequest:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings of the spec and the outputs."""
+        """Return the settings of `spec` and the titles of its outputs, as texts by option of the command."""
         return self.spec.settings | {"--pool and --layers": ", ".join(output.title for output in self.spec.outputs)}
 
 
@@ -213,14 +214,14 @@ def request(
     dtype: Dtype = "fp32",
     precision: str = "auto",
     device: DeviceName = None,
-    long: Long = Long(),  # frozen
+    long: Long = Long(),  # a frozen dataclass
     tracks: Mapping[str, str] | None = None,
     join: str | None = None,
 ) -> EmbedRequest:
-    """Check a request, and open the weights of the model.
+    """Check the options of an embedding job, open the weights of the model, and return the request.
 
-    The arguments are the options of `esmshard embed` (docs/embed.md). `pools` and `layers`: see `choose`. `device`: see
-    `chosen_device`; with `cuda` each process has its own GPU. `tracks` gives each track, by name, a path or `inside`.
+    The arguments are the options of `esmshard embed` (docs/embed.md). For `pools` and `layers` see `choose`; for
+    `device` see `chosen_device` (with `cuda` each process has its own GPU). `tracks`: path or `inside` for each track.
 
     Raises:
         UsageError: if the outputs cannot be computed or written.

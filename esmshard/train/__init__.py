@@ -1,1 +1,1 @@
-"""Fine-tuning in the processes of one run: inputs, loop, step, optimizer and evaluation."""
+"""Fine-tuning in the processes of a run: its inputs, training loop, optimizer and evaluation."""

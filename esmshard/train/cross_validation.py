@@ -1,7 +1,7 @@
-"""Several runs of one recipe, over seeds and cross-validation folds, and their joint results.
+"""Several runs of one recipe, with different random seeds and cross-validation folds, and their joint results.
 
-`summarise` averages the metrics over the runs. For the folds of a table of variants, `conclude` also compares all
-methods over all test variants. No model predicts a variant on which it was trained.
+The function `summarise` averages the metrics over the runs. For the folds of a table of variants, `conclude` also
+compares the model and its baselines over all test variants. No model predicts a variant on which it was trained.
 """
 
 import csv
@@ -32,9 +32,9 @@ from esmshard.train.run_dir import read_status
 
 SUMMARY, CURVE = "summary.json", "learning_curve.json"
 JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
-"""The files with the joint results of several runs, in the directory that also holds the directories of the runs."""
+"""The names of the files with the joint results of several runs. The directory of these files also holds the runs."""
 SHARES = (0.25, 0.5)
-"""The shares of the training variants at the points of a learning curve. All training variants are a further point."""
+"""The shares of the training variants for the points of a learning curve. A further point uses all variants."""
 SPEARMAN, RECALL, CHOSEN = "Spearman", "recall", "mean of chosen"
 
 Array = npt.NDArray[np.float64]
@@ -42,19 +42,20 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Repeat:
-    """One of several runs of a recipe."""
+    """The directory and the changed settings of one of several runs of a recipe."""
 
     out: Path
     overrides: tuple[str, ...] = ()
-    """The settings of the recipe that this run changes, as `KEY=VALUE`."""
+    """The settings of the recipe that this run changes, as texts `KEY=VALUE`."""
 
 
 def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Repeat]:
-    """Return one run for each seed and fold, or an empty list if the recipe is a single run. A table of variants has 5
-    folds by default. Seeds count up from the seed of the recipe. All seeds have the same folds.
+    """Return one run for each random seed and fold; an empty list if the recipe is a single run.
+
+    By default a table of variants has FOLDS folds. Seeds count up from the recipe's seed, and all have the same folds.
 
     Raises:
-        UsageError: the recipe already names one fold.
+        UsageError: folds are requested, and the recipe has the key `data.folds`.
     """
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         folds = folds or FOLDS
@@ -72,8 +73,8 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
 
 
 def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
-    """Return the runs of the learning curve of a table of variants. Each of them is like the first of `runs`,
-    but trains on a share (SHARES) of the training variants. A probe has no learning curve.
+    """Return the runs for the learning curve of a table of variants; an empty list for other data and for a probe. Each
+    run is like the first of `runs`, but trains only on a share (SHARES) of the training variants.
     """
     if not recipe.divides_table or recipe.adapt.method == "probe":
         return []
@@ -83,7 +84,7 @@ def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
 
 
 def is_done(run: Path, steps: int | None = None) -> bool:
-    """Whether an earlier call has finished this run, with at least `steps` steps if `steps` is given."""
+    """Whether the run in a directory is finished and evaluated, with at least `steps` steps if `steps` is given."""
     status = read_status(run)
     if status is None or status["state"] != "done" or not (run / "evaluation.json").is_file():
         return False
@@ -91,7 +92,7 @@ def is_done(run: Path, steps: int | None = None) -> bool:
 
 
 def check_out(out: Path) -> None:
-    """Raise `UsageError` if the joint results would replace files that no runs wrote. No file is changed."""
+    """Raise `UsageError` if `out` has files with the names of joint results that esmshard did not write."""
     names = [name for name in JOINT_FILES if os.path.lexists(out / name)]
     try:
         are_joint_results = "verdict" in read_json(out / SUMMARY)
@@ -105,12 +106,12 @@ def check_out(out: Path) -> None:
 
 
 def summarise(out: Path, runs: Sequence[Repeat]) -> str:
-    """Write `summary.json` to `out`, and return its table as text: the mean of each metric over runs, with interval.
+    """Write `summary.json` to `out`, and return a table as text: the mean of each metric over runs, with an interval.
 
-    The 95% interval is from Student's t distribution. It shows how much the mean would change with other seeds and
-    folds. The intervals in `evaluation.json` of each run show how much the value would change with other test proteins.
-    Runs of different folds share training records, so the interval is somewhat too narrow (Bengio and Grandvalet 2004,
-    JMLR 5:1089).
+    The 95% interval is from Student's t distribution, and shows how much the mean would change with other seeds and
+    folds. The intervals in the `evaluation.json` of a run show how much its values would change with other test
+    proteins. Runs of different folds share training records, so the interval over runs is somewhat too narrow (Bengio
+    and Grandvalet 2004, JMLR 5:1089).
     """
     evaluations = {run.out.name: read_json(run.out / "evaluation.json") for run in runs}
     first = next(iter(evaluations.values()))
@@ -130,7 +131,7 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
             row[metric] = {"mean": mean.value, "deviation": deviation, "low": mean.low, "high": mean.high}
             row[metric]["runs"] = of_runs
             lines[-1].append(str(mean))
-    # Differences are paired: each is between two methods in the same run.
+    # Each difference is between two methods in the same run.
     headline = first["columns"][0]
     means, gains = (
         {method: _mean(values(key, method, headline)) for method in first[key]} for key in ("metrics", "differences")
@@ -155,7 +156,7 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
 
 
 def _mean(of_runs: Mapping[str, float]) -> Interval:
-    """Return the mean over runs, with Student's 95% interval. One run has no interval."""
+    """Return the mean over runs, with the 95% interval of Student's t distribution. One run has no interval (NaN)."""
     from scipy.special import stdtrit  # not from scipy.stats, whose import takes ten times as long
 
     x = np.array([*of_runs.values()], dtype=np.float64)
@@ -166,17 +167,17 @@ def _mean(of_runs: Mapping[str, float]) -> Interval:
 
 
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
-    """Write the joint result of all runs of a table to the recipe's `out`, and return this result as text.
+    """Write the joint result of all runs of a table of variants to the recipe's `out`, and return this result as text.
 
-    `variants.csv` holds the user's columns. A row of a test variant also has the variant's name, measured value, fold,
-    the prediction of the model that did not train on this variant (mean and standard deviation over seeds), and the
-    predictions of the baselines. A row that was left out has the reason. `summary.json` gets three entries: `table`
-    (what was changed in the user's table), `joint` (the scores of all methods on all test variants, with intervals) and
-    `verdict`. `learning_curve.json` holds Spearman on the first run's test set for each number of training variants.
+    The file `variants.csv` holds the user's columns. A row of a test variant also has the name of the variant, its
+    measured value and fold, the predictions of the baselines, and the prediction of the model that did not train on it
+    (mean and standard deviation over seeds). A row that was left out has the reason. `summary.json` gets the entries
+    `table` (what was changed in the user's table), `joint` (the scores of all methods on all test variants, with
+    intervals) and `verdict`. `learning_curve.json` holds Spearman on one test set for each number of training variants.
 
-    Each fold has another model, so variants are compared only within their fold. Spearman is the mean over folds
-    (`metrics.spearman_within`), and the best variants are chosen within folds (`metrics.top_of_list`). Before this,
-    predictions are averaged over seeds. `runs` (over folds and seeds) and `curve` (of `curve_runs`) are finished runs.
+    Predictions are averaged over seeds. Each fold has another model, so variants are compared only within their fold:
+    Spearman is the mean over folds (`metrics.spearman_within`), and the best variants are chosen within folds
+    (`metrics.top_of_list`). `runs` are finished runs over folds and seeds, `curve` finished runs of `curve_runs`.
     """
     out = Path(recipe.out)
     tested = [_Predictions(run.out) for run in runs]
@@ -248,7 +249,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         of = f" {name}" if len(names) > 1 else ""
         columns |= {f"measured{of}": measured_NT[:, t], f"predicted{of}": mean[MAIN][:, t], f"sd{of}": sd_NT[:, t]}
         columns |= {f"{method}{of}": mean_NT[:, t] for method, mean_NT in mean.items() if method != MAIN}
-    if len(names) > 1:  # the first target is the mean, by which variants are ranked
+    if len(names) > 1:  # variants are ranked by the first target, the mean of the targets
         columns["measured"] = measured_NT[:, 0]
     _write_variants(out / OUT_OF_FOLD, recipe, ids, fold_N, columns)
     if curve:
@@ -257,7 +258,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
 
 
 def _table(data: DataSettings) -> dict[str, Any]:
-    """Describe what was read from the user's table and what was changed. `data` is the recipe section of the runs."""
+    """Return facts on what was read from the user's table and what was changed. `data` is the section of the recipe."""
     variants = table_of(data)
     fold_N, left_out = divide(data)
     return {
@@ -273,7 +274,7 @@ def _table(data: DataSettings) -> dict[str, Any]:
 
 
 class _Predictions:
-    """The content of `per_protein.csv` of one run, with its fold and seed."""
+    """The content of the file `per_protein.csv` of one run, with the fold and the random seed of the run."""
 
     def __init__(self, run: Path) -> None:
         evaluation, versions = read_json(run / "evaluation.json"), read_json(run / "versions.json")
@@ -296,7 +297,7 @@ class _Predictions:
 
 
 def _spearman(predicted_NT: Array, measured_NT: Array, fold_N: npt.NDArray[np.int64]) -> float:
-    """Return the mean of Spearman within folds over the targets for which Spearman is defined."""
+    """Return Spearman within folds (`metrics.spearman_within`), as the mean over the targets with a defined value."""
     targets = zip(predicted_NT.T, measured_NT.T, strict=True)
     return metrics.mean(np.array([metrics.spearman_within(x_N, y_N, fold_N) for x_N, y_N in targets]))
 
@@ -308,8 +309,8 @@ def _samples(
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
 ) -> dict[str, list[float]]:
-    """Compute Spearman, and for the first target recall and mean of the chosen variants. The first number of each list
-    is computed from all variants, and each further number from one resample (`metrics.draws`).
+    """Return three lists of numbers by name: Spearman, and for the first target the recall and the mean of the chosen
+    variants. The first number of a list is from all variants, each further number from a resample (`metrics.draws`).
     """
     sign = -1 if lower_is_better else 1
 
@@ -328,13 +329,13 @@ def _as_text(
     columns: Sequence[Mapping[str, Interval]],
     each: Mapping[str, Sequence[float]],
 ) -> str:
-    """Make the table for the terminal: a line for each method, and a last line with the mean of all variants."""
+    """Return the table for the terminal: a line for each method, and a last line with the mean of all variants."""
     top = [f"recall of the best 1% ({best['count']:,})", f"mean {best['target']} of the chosen"]
     head = [metric, "fine-tuned is better by", *top, "of each seed"]
     lines = [["", *head]]
     for method, seeds in each.items():
         cells = ["" if method not in column else str(column[method]) for column in columns]
-        value, *limits = astuple(columns[-1][method])  # measured values may have any unit
+        value, *limits = astuple(columns[-1][method])  # three decimals do not suit measured values of every unit
         cells[-1] = f"{value:.4g}" + ("" if math.isnan(limits[0]) else " [{:.4g}, {:.4g}]".format(*limits))
         of_seeds = " ".join(f"{value:.3f}" for value in seeds)
         if math.isnan(columns[0][method].value):
@@ -346,9 +347,9 @@ def _as_text(
 def _write_variants(
     path: Path, recipe: Recipe, ids: Sequence[str], fold_N: npt.NDArray[np.int64], columns: Mapping[str, Array]
 ) -> None:
-    """Write every row of the table with the results of its variant. Cells without a result are empty."""
+    """Write every row of the user's table with the results of its variant. Cells without a result are empty."""
     variants = table_of(recipe.data)
-    places: dict[str, deque[int]] = defaultdict(deque)  # one name has several rows where replicates are kept apart
+    places: dict[str, deque[int]] = defaultdict(deque)  # a name has several places if replicates are not averaged
     for n, name in enumerate(ids):
         places[name].append(n)
     of_row: dict[int, tuple[str, int | None, int]] = {}
@@ -366,7 +367,7 @@ def _write_variants(
     for row in range(len(table)):
         name, place, k = of_row.get(row, ("", None, -1))
         values = dict.fromkeys(columns, math.nan)
-        if k >= 0:  # the measured value is also written for variants that no model was tested on
+        if k >= 0:  # the measured value is also written for variants in no test set
             values |= {key: float(variants.target_NT[k, t]) for key, t in measured.items()}
         if place is not None:
             values |= {key: float(column[place]) for key, column in columns.items()}

@@ -1,4 +1,4 @@
-"""The scores of a model and its baselines on a split: metrics of each record, and of all records with intervals."""
+"""The evaluation of a model and its baselines on a split: metrics of each record, and of all with intervals."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -46,13 +46,13 @@ from esmshard.vocab import chain_spans
 R = TypeVar("R")
 
 LOWER_IS_BETTER = ("RMSE", "log loss")
-"""The metrics, apart from headline metrics, for which a lower value is better."""
+"""The metrics for which a lower value is better, apart from the headline metrics of tasks."""
 LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
-"""The maximum length of a record whose profile a report draws, and the maximum number of residues drawn as dots."""
+"""The maximum length of a record whose curve over residues a report shows, and the maximum number of dots in a plot."""
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
-"""The array of `baselines.npz` with hashes of the training sequences, and the maximum number of these sequences."""
+"""The name of the array of training sequences' hashes in `baselines.npz`, and the maximum number of these hashes."""
 ALONE = World(0, 1, torch.device("cpu"), None)
-"""The only rank of a single process, whose model is undivided and in single precision."""
+"""A `World` of one rank, for a process that has the whole model in fp32 and works without other ranks."""
 
 
 def validate(
@@ -63,10 +63,10 @@ def validate(
     world: World,
     stop: Callable[[], object] = lambda: False,
 ) -> tuple[float, list[Row]] | None:
-    """Compute the loss of a split, and a row of metrics for each record in the order of the split, on every rank.
+    """Return the loss of a split, and a row of metrics for each record in the order of the split, on every rank.
 
-    Records are whole, and no gradient is computed. `stop` is called before each micro-batch and must return the same
-    value on all ranks. If the value is true, the validation ends and the result is None.
+    Records are not cropped, and no gradient is computed. The function `stop` is called before each micro-batch and must
+    return the same value on all ranks. If this value is true, the validation ends and returns None.
     """
     model.eval()
     longest = max(tokens_per_rank, int(data.tokens.max()))
@@ -87,7 +87,7 @@ def validate(
     model.train()
     if stopped:
         return None
-    # Ranks that work together have scored the same records.
+    # Ranks that compute the same records together (`world.together`) have the same sums.
     loss, count = (sum(column) for column in zip(*world.rows(sums.tolist())[:: world.together], strict=True))
     row_of = dict(pair for part in world.gather(mine) for pair in part)
     assert sorted(row_of) == list(range(len(data))), "each record is scored once"
@@ -95,11 +95,10 @@ def validate(
 
 
 def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) -> dict[str, npt.NDArray[Any]]:
-    """Fit the baselines of a task on training records. The ranks share the forward passes of the model, and the first
-    rank fits the baselines.
+    """Fit the baselines of a task to training records, and return the fitted arrays by name, on every rank.
 
-    `base` is the model before the first step. All `ranks` share the model and call this function. For an undivided
-    model, `ranks` is ALONE. Returns, on every rank, the arrays that the baselines have learned, by name.
+    `base` is the model before the first step. All `ranks` use this model together and call the function: they
+    divide the forward passes, and the first rank fits the baselines. For a model of this process, `ranks` is ALONE.
     """
     examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
     with _together(base, ranks):
@@ -108,7 +107,7 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) ->
         for name, outputs in remembered.items():
             base.remembered[name].update(outputs)
     patient = ranks.patient()
-    with _together(base, patient):  # Ranks that compute a layer together with the first rank must do the same.
+    with _together(base, patient):  # Ranks that compute layers together with the first rank must call this, too.
         known = task.baselines(examples, base) if ranks.data_rank == 0 else {}
     base.remembered.clear()
     learned: dict[str, npt.NDArray[Any]] = patient.gather(known if ranks.is_first else None)[0]
@@ -120,18 +119,18 @@ def _together(model: FineTuner | None, ranks: World) -> AbstractContextManager[N
 
 
 def sequence_hashes(data: Examples) -> npt.NDArray[np.uint64]:
-    """Return a hash of each sequence of a split."""
+    """Return a hash of the sequence of each record of a split, uint64."""
     return hashes(ComparedRecords(len(data), data.whole, data.id))
 
 
 def seen_before(
     model: str, trained_on: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
 ) -> tuple[list[str], int]:
-    """Return a list with a sentence on the records of a split on which a model was trained, and the number of these
-    records. The list is empty if nothing is recorded on the training.
+    """Return a list with one sentence about records of a split on which a model was trained, and the known
+    number of these records. The list is empty if there is nothing to report, or nothing is known of the training.
 
-    `trained_on` is the entry `data` of the model's `esmshard.json`. `trained` has the hashes of its training sequences,
-    or is None if there are none.
+    `trained_on` is the entry `data` of the model's `esmshard.json`. `trained` has the hashes of the model's training
+    sequences, or is None if no hashes were stored.
     """
     digests = {split: facts.get("tokens_sha256") for split, facts in trained_on.items()}
     if data.digest in (digests.get("train"), digests.get("valid")):
@@ -151,15 +150,15 @@ def seen_before(
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of `fit_baselines` from a file. The file may also have the array TRAINED_ON."""
+    """Read the arrays of `fit_baselines` from the file `baselines.npz`, and the array TRAINED_ON if it exists."""
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
 
 def score(model: FineTuner, task: Task, data: Examples, ranks: World = ALONE) -> list[Row]:
-    """Compute a row of metrics of the fine-tuned model for each whole record, in the order of the split.
+    """Return a row of metrics of the fine-tuned model for each record, not cropped, in the order of the split.
 
-    `ranks` is as in `fit_baselines`. The result is the same on every rank, and for every number of ranks.
+    For `ranks` see `fit_baselines`. The result is the same on every rank, and for every number of ranks.
     """
 
     def rows(examples: Sequence[Example]) -> list[Row]:
@@ -177,12 +176,12 @@ def score_baselines(
     base: FineTuner | None,
     ranks: World = ALONE,
 ) -> dict[str, list[Row]]:
-    """Compute a row of metrics for each whole record and each baseline of the task.
+    """Return, for each baseline of the task by name, a row of metrics for each record, not cropped.
 
-    `known` are the arrays of `fit_baselines`. `base` is the model before the first step. Without this model, baselines
-    that need it are left out. `ranks` is as in `score`.
+    `known` has the arrays that `fit_baselines` returned. `base` is the model before the first step. If `base` is None,
+    baselines that need this model are left out. For `ranks` see `fit_baselines`.
     """
-    # Only the fine-tuned model has a temperature.
+    # A temperature was fitted to the probabilities of the fine-tuned model only.
     untempered = new_task(task.settings, {**task.facts, "temperature": None})
 
     def rows(examples: Sequence[Example]) -> list[dict[str, Row]]:
@@ -205,7 +204,9 @@ def _of_each_record(
     ranks: World,
     compute: Callable[[Sequence[Example]], Sequence[R]],
 ) -> list[R]:
-    """Call `compute` for all records of a split, in packs that are the same for every number of ranks."""
+    """Call `compute` for batches of whole records, the same batches for any number of ranks. Return a result for each
+    record of the split.
+    """
     each = max(1, SCORED_TOKENS // int(data.tokens.max())) if task.names else 1
     firsts = range(0, len(data), each)
     mine: dict[int, Sequence[R]] = {}
@@ -229,23 +230,23 @@ def report(
 ) -> str:
     """Score a consolidated model, the model before fine-tuning, and the baselines of the task on a split.
 
-    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. Prints what is left out,
-    and how many of the records the model was trained on.
+    Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. Prints which baselines are
+    left out, and on how many of the records the model was trained.
 
-    `model` is a directory that `consolidate` wrote, and `tuned` is the model in it. `labels` is the file of the labels
-    if this is not the file of the records. `tracks` are the paths of tracks that differ from the recipe's. `complexes`
-    tells which chains were joined. `evaluation.json` names all three.
+    `model` is a directory that `consolidate` wrote, and `tuned` is the opened model of this directory. `labels` is the
+    file of the labels if another file has the records. `tracks` are the paths of tracks, by name, if the recipe's paths
+    are not used. `complexes` says which chains were joined. `evaluation.json` names labels, tracks and complexes.
     """
     base, why = None, ""
-    shown_name = model if model in SHIPPED else Path(model).name  # no directory, since results are shared
-    # Without `tracks` the data are a split of the model's recipe, and have the tracks of the recipe.
+    shown_name = model if model in SHIPPED else Path(model).name  # without its directory, since users share results
+    # Without `tracks`, the split is from the model's recipe, and has the tracks in this recipe.
     left_out = [] if data.tracks and tracks is None else without_tracks(model, tracks or ())
     recipe = Recipe.model_validate(tuned.about["recipe"])
     name = Path(recipe.model.name)
     on_hub = is_hub_name(recipe.model.name) and not name.exists() and hub.find(recipe.model.name) is not None
     if not name.is_absolute() and len(name.parts) > 1 and not on_hub:
-        # On this machine a relative path of the model's publisher names another file. A name in a stranger's file must
-        # not start a download.
+        # A relative path on the publisher's machine names another file on this machine. A name in a file from somebody
+        # else must not start a download.
         why = f"{shown_name} comes without the model that it was fine-tuned from"
     else:
         try:
@@ -281,13 +282,15 @@ def report(
 
 
 def _place(path: str | Path, out: Path) -> str:
-    """Return an existing path as `shared_place` in `out`, because evaluations are shared. Other names do not change."""
+    """Return a path relative to `out` (`shared_place`), because users share evaluations. Names of models that are no
+    existing path do not change.
+    """
     return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
 
 
 def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -> dict[str, Any]:
-    """Return the facts on a model and a split for `evaluation.json` in `out`. `model` is a directory that `consolidate`
-    wrote, and `about` is the content of its `esmshard.json`.
+    """Return the facts on a model and a split for the file `evaluation.json` in `out`. `model` is a directory that
+    `consolidate` wrote, and `about` is the content of `esmshard.json` in this directory.
     """
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
@@ -305,11 +308,11 @@ def write(
     groups: Sequence[str] = (),
     name: str = MAIN,
 ) -> str:
-    """Write `evaluation.json` and `per_protein.csv`, and return as text the table, notes and the verdict.
+    """Write `evaluation.json` and `per_protein.csv` to `directory`. Return as text the metrics, notes and the verdict.
 
-    Contact maps of an earlier evaluation are removed. `table` has the rows of every method. `about` has further entries
-    for `evaluation.json`. `groups` has the group of each record (`Task.groups`), if there are groups. `name` is the
-    name of the model in the results: MAIN, or the name of a shipped model.
+    Figures of contact maps of an earlier evaluation are removed. `table` has the rows of metrics of every method (the
+    model and the baselines). `about` has further entries for `evaluation.json`. `groups` has the group of each record
+    (`Task.groups`), if there are groups. `name` names the model in the results: MAIN or the name of a shipped model.
     """
     block_N, unit = task.units(data)
     samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
@@ -378,12 +381,12 @@ def write(
 def _write_rows(
     path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
 ) -> None:
-    """Write a line for each record: id, lengths, block and group if there are any, and all numbers of its row."""
+    """Write a CSV file with a line for each record: id, lengths, block and group (if any), and its row of metrics."""
     block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
     head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
     keys = [(MAIN, key, key) for key in numbers]
-    if block_N is not None:  # `conclude` compares the methods over all folds of a table of variants
+    if block_N is not None:  # `cross_validation.conclude` reads the predictions of all methods for a table of variants
         predictions = [key for key in numbers if key.startswith("prediction")]
         keys += [(name, key, f"{key} of {name}") for name in table if name != MAIN for key in predictions]
     lines = [[*head, *(title for _, _, title in keys)]]
@@ -406,12 +409,14 @@ def _write_rows(
 
 
 def _numbers(rows: Sequence[Row]) -> list[str]:
-    """Return the keys of all numbers in the rows. Records of several chains have more numbers than others."""
+    """Return the keys of all numbers in the rows. Records of several chains have more numbers than single chains."""
     return [*dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, np.ndarray))]
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
-    """Return each metric and its resamples (`bootstrap`). A metric of fewer than LEAST units has no resamples."""
+    """Return for each metric its value and then its values in bootstrap resamples. A metric with a value for fewer than
+    LEAST units (records or blocks of records) has no resamples.
+    """
     samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
@@ -419,7 +424,9 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
 def _groups(
     task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Count the records of each group, and compute the metrics of every method in it, unless one group has all."""
+    """Return, for each group of records, their number and the metrics of every method on them. A group of all records
+    has no metrics.
+    """
     of_groups: dict[str, Any] = {}
     for group in sorted(set(groups) - {""}):
         members = [n for n, name in enumerate(groups) if name == group]
@@ -434,13 +441,13 @@ def _groups(
 
 
 def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | None) -> int:
-    """Count the records, or the blocks of records, that have a value of a metric."""
+    """Count the units that have a value of a metric. A unit is a block of records, or one record without blocks."""
     with_value_N = records_with(rows, metric)
     return count_units(int(with_value_N.sum()), None if block_N is None else block_N[with_value_N])
 
 
 def _method(unit: str, intervals: Mapping[str, Interval]) -> str:
-    """Describe in a phrase how the intervals were computed."""
+    """Return a phrase on how the intervals were computed. `unit`: the noun for a resampled unit, such as `record`."""
     if all(math.isnan(limits.low) for limits in intervals.values()):
         return "none"
     biased = [metric for metric in intervals if metric in BIASED]
@@ -449,8 +456,8 @@ def _method(unit: str, intervals: Mapping[str, Interval]) -> str:
 
 
 def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
-    """Return what a report draws for tasks with a value for each residue. `profiles` are of the records with the best,
-    the median and the worst score. For numbers, `residues` has the observed and predicted values of every n-th residue.
+    """Return the data for figures of tasks with a value for each residue. `profiles` has the values along the records
+    with the highest, the median and the lowest score. For numbers, `residues` has the values of every n-th residue.
     """
     score = next((column for column in task.columns if column in rows[0]), None)
     if "profile" not in rows[0] or score is None:
@@ -472,7 +479,7 @@ def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]
 
 
 def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | None:
-    """Return a sentence on the temperature of the probabilities; None if the task fits no temperature."""
+    """Return a sentence on the temperature that scales the probabilities; None if the task fits no temperature."""
     if "temperature" not in facts:
         return None
     records = f"{facts['validation_records']:,} validation records"
@@ -483,9 +490,9 @@ def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | No
 
 
 def _summed(rows: Sequence[Row], task: Task, scaling: str | None) -> dict[str, Any]:
-    """Return what a report draws for tasks with classes. `confusion` has counts [C, C], with true classes on the first
+    """Return the data for figures of tasks with classes. `confusion` has counts [C, C], with true classes on the first
     axis. `calibration` has, for each bin of confidence, the number of predictions, their mean confidence and the share
-    of correct predictions. It also has `scaling`, a sentence on the temperature.
+    of correct predictions. The key `scaling` of `calibration` is a sentence on the temperature.
     """
     summed: dict[str, Any] = {}
     if "confusion" in rows[0]:
@@ -511,26 +518,26 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The values of one metric for a model and its baselines."""
+    """The comparison of a model with its baselines by one metric."""
 
     metric: str
     values: Mapping[str, Interval]
-    """The values of all methods, MAIN included."""
+    """The value of the metric for each method: the model (MAIN) and the baselines."""
     gains: Mapping[str, Interval]
-    """The paired differences MAIN minus each baseline."""
+    """For each baseline, the value of the model minus the value of the baseline, paired over the same units."""
     lower_is_better: bool = False
 
     @property
     def best(self) -> str | None:
-        """The baseline with the best value; None if no baseline has a value."""
+        """The name of the baseline with the best value; None if no baseline has a value."""
         sign = -1 if self.lower_is_better else 1
         known = [name for name in self.gains if name in self.values and math.isfinite(self.values[name].value)]
         return max(known, key=lambda name: sign * self.values[name].value, default=None)
 
     @property
     def how(self) -> str:
-        """The relation of the model to the best baseline: `better than`, `worse than` or `not clearly apart from`.
-        Without an interval it describes only the sample: `better in this sample than`. Empty without a baseline.
+        """A phrase that compares the model with the best baseline: `better than`, `worse than` or `not clearly apart
+        from`. Without an interval: `better in this sample than`. Empty if no baseline has a value.
         """
         if self.best is None:
             return ""
@@ -544,8 +551,8 @@ class Comparison:
         return "better than" if low > 0 else "worse than" if high < 0 else "not clearly apart from"
 
     def verdict(self, basis: str) -> str:
-        """Return one sentence on whether fine-tuning was better than the best baseline. `basis` names the units of the
-        intervals, such as `paired over 12 positions`.
+        """Return one sentence on whether fine-tuning was better than the best baseline. `basis` is a phrase on the
+        units of the intervals, such as `paired over 12 positions`.
         """
         if not self.gains:
             return f"There is no baseline to compare the {self.metric} of the fine-tuned model with."
@@ -571,9 +578,9 @@ class Comparison:
 
 
 def _others(comparisons: Sequence[Comparison]) -> str:
-    """Return a sentence on the metrics in which the model is clearly better or worse than the best baseline. Metrics
-    that agree with the first metric, the headline, are left out. ECE is left out, because a baseline that predicts the
-    frequencies of the classes has the best ECE.
+    """Return a sentence on further metrics in which the model is clearly better or worse than the best baseline. The
+    sentence leaves out metrics that agree with the first (headline) metric, and ECE, because a baseline that predicts
+    the frequencies of the classes has the best ECE.
     """
     clear: dict[str, list[str]] = {"better than": [], "worse than": []}
     for other in comparisons[1:]:
@@ -586,7 +593,7 @@ def _others(comparisons: Sequence[Comparison]) -> str:
 
 
 def in_sample(trained_on: int, records: int) -> str:
-    """Return the sentence before a verdict for a model that was trained on test records; empty for other models."""
+    """Return a warning for the beginning of a verdict if test records were in training; otherwise an empty text."""
     if not trained_on:
         return ""
     return f"In sample: {trained_on:,} of {records:,} test records were in training, and the values count them. "

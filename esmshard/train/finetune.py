@@ -1,4 +1,4 @@
-"""Fine-tuning from the recipe to the evaluated model, in the order of its steps."""
+"""A run of fine-tuning, from the recipe to the evaluated model."""
 
 import os
 import time
@@ -44,26 +44,26 @@ def run(
     started: float | None = None,
     device: DeviceName = None,
 ) -> Path | None:
-    """Fine-tune in all processes that were launched together, then write the results.
+    """Fine-tune a model in all processes that were launched together, then evaluate it and write the results.
 
-    A trial of a sweep (`launch.TRIAL`) ends with its last validation. It writes no model and is not tested.
+    A trial of a sweep (environment variable `launch.TRIAL`) ends with its last validation, without model and test.
 
     Args:
-        recipe: the checked recipe; `out` names the run's directory.
+        recipe: the checked recipe. Its key `out` names the directory of the run.
         resume: `auto` continues from the newest good checkpoint of `out` if there is one. A path continues from that
             run or checkpoint. None starts a new run.
         overwrite: remove the files of an earlier run from `out`.
-        profile: number of steps to record with torch's profiler.
-        take_over: see `esmshard.train.run_dir.Lock`.
+        profile: the number of steps to record with torch's profiler.
+        take_over: take the lock of another run; see the class `esmshard.train.run_dir.Lock`.
         started: the time at which the command began, in seconds since 1970; the time of the call by default.
-        device: the device of each process, see `own_device`; by default a GPU for each process, else the CPU.
+        device: the kind of device, see `own_device`; by default a GPU for each process, or the CPU without GPUs.
 
     Returns:
-        The directory of the run on the first rank, which also writes model and evaluation; None on the other ranks.
+        The directory of the run on the first rank, which writes the model and the evaluation; None on other ranks.
 
     Raises:
-        InputError: for any mistake in recipe or data, on all ranks.
-        Preempted: on all ranks, after a signal or a time limit. All work is saved.
+        InputError: on all ranks, for a mistake in recipe or data, or if memory does not suffice.
+        Preempted: on all ranks, after a signal or a time limit. All finished steps are saved.
     """
     out, parallel, is_trial = Path(recipe.out), recipe.parallel, launch.TRIAL in os.environ
     dumps, timeouts = out / "flight_recorder", (parallel.start_timeout, parallel.step_timeout)
@@ -98,15 +98,15 @@ def run(
                     ):
                         _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
-            # Before training, a rank that was asked to stop may have left already. If a rank is lost during training,
-            # srun sends SIGTERM to the other ranks.
+            # Before training, a rank that was asked to stop may have ended already, and the other ranks lose it. If a
+            # rank is lost during training, srun sends SIGTERM to the other ranks.
             if asked := preemption.unsaved:
                 raise Preempted(f"stopped by {reason(asked)}; go on with --resume auto", asked) from None
             raise
         if not ranks.is_first:
             return None
     if not is_trial:
-        # The attempt has ended, so its time includes the evaluation, as in the report.
+        # The attempt has ended, so its time now includes the evaluation, as in the report of the run.
         say(goodput_text(goodput(metrics_of(out))))
     return out
 
@@ -114,8 +114,8 @@ def run(
 def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) -> None:
     """Score the trained model and its baselines on the test split, and write the model directory with its card.
 
-    All ranks call this. The model stays divided over the ranks, so no rank ever holds the whole model. Some baselines
-    need outputs of the base model, which then replaces the trained model in memory. Only the first rank writes.
+    All ranks call this. The model stays divided over the ranks as in training. Some baselines need outputs of the base
+    model, whose weights therefore replace the trained weights in memory. Only the first rank writes files.
     """
     recipe, out, layout = job.recipe, job.out, job.layout
     best = manifest.pointed(out / "checkpoints", "BEST") if recipe.keeps_best else None
@@ -141,7 +141,7 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
             known[evaluate.TRAINED_ON] = np.unique(evaluate.sequence_hashes(job.train))
         with replacing(out / BASELINES, binary=True) as file:
             np.savez(file, **known)  # type: ignore[arg-type]
-        if recipe.task.reads_table:  # users also predict the table that they trained on
+        if recipe.task.reads_table:  # users also predict variants of the table on which the model was trained
             ids = [split.id(n) for split in (job.train, job.valid) for n in range(len(split))]
             replace_text(out / SEEN, "".join(f"{name}\n" for name in ids))
         directory = consolidate(checkpoint, out / "model", overwrite=True, warn=say)

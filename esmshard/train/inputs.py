@@ -1,4 +1,4 @@
-"""The inputs of a run: all files that a recipe names, opened and checked before any weight is read."""
+"""The inputs of a run: the files that its recipe names. They are opened and checked before weights are read."""
 
 import os
 import platform
@@ -37,36 +37,36 @@ RUN_FILES = (
     *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder", "report.html"),
     *TRACKED,
 )
-"""The files that a run writes. `--overwrite` removes only these files from the directory of an earlier run."""
+"""The files and directories that a run writes. The option `--overwrite` removes only these from an earlier run."""
 
 NOTICES_PRINTED = "ESMSHARD_NOTICES_PRINTED"
-"""This environment variable tells later runs of a command that the first run has printed the notices on the data."""
+"""If this environment variable is set, an earlier run of the same command has printed the notices on the data."""
 
 
 @dataclass(frozen=True)
 class RunInputs:
-    """One fine-tuning run, ready to start."""
+    """The opened and checked inputs of one fine-tuning run."""
 
     recipe: Recipe
     task: Task
-    """The task, which has read the training labels."""
+    """The task, after it has read the training labels."""
     train: Examples
     valid: Examples
     test: Examples
     weights: Weights
-    """The weights, which are not read yet."""
+    """The opened weight files of the base model. The weights are not read yet."""
     layout: Layout
     steps: int
-    """The number of optimizer steps."""
+    """The number of optimizer steps; 0 for a probe."""
     eval_every: int
     """The number of steps between two validations."""
     out: Path
 
 
 def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.device) -> RunInputs:
-    """Open and check all files that a recipe names. Every mistake that can be found before training is raised here.
+    """Open and check all files that a recipe names. Raise an error for every mistake that can be found before training.
 
-    `processes` train together, with `per_machine` processes on each machine. Each process has a device like `device`.
+    `processes` processes train together, `per_machine` of them on each machine, each with a device like `device`.
     """
     check_installed(recipe.track)
     if recipe.model.quantize is not None:
@@ -78,7 +78,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
         raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
     as_written = recipe
     recipe, task, (train, valid, test) = _open_splits(as_written, laid_out.data_size)
-    base = initial_weights(recipe)  # after all checks of the data, since this may be a long download
+    base = initial_weights(recipe)  # after all checks of the data, since this may download weights for a long time
     quantize, config = recipe.model.quantize, base.config
     check_tensor(laid_out.tensor, n_heads=config.n_heads, ffn_width=config.ffn_width, quantized=quantize is not None)
     if any(linker_of(split.store.manifest) is not None for split in (train, valid, test)):
@@ -88,16 +88,16 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     if recipe.train.epochs is not None and not probe:
         steps = max(1, round(recipe.train.epochs * per_epoch))
     eval_every = per_epoch if recipe.train.eval_every == "epoch" else recipe.train.eval_every
-    with torch.device("meta"):  # adapting raises for parts that the model lacks, before any weight is read
+    with torch.device("meta"):  # `adapt` raises if the model lacks a part, before any weight is read
         model = FineTuner(family_registry.build(config), task.head(config))
         model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), quantize)
-    new_head(recipe, task, base)  # raises if the starting weights of the head are missing
+    new_head(recipe, task, base)  # raises if the starting weights of the task head are missing
     return RunInputs(recipe, task, train, valid, test, base, laid_out, steps, eval_every, Path(recipe.out))
 
 
 def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Examples, Examples, Examples]]:
-    """Open and check the three splits of a recipe. Return the recipe (its batch sizes are in tokens), the task (it has
-    read the training labels), and the splits.
+    """Open and check the train, valid and test splits. Return the recipe with all batch sizes in tokens, the task with
+    the labels of the training split, and the splits. `processes`: the number of ranks with different records.
     """
     task = new_task(recipe.task, {})
     tracks = tracks_of(recipe)
@@ -120,9 +120,10 @@ def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Ex
 
 
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
-    """Raise `UsageError` if `out` holds files that no run wrote or, without `resume` and `overwrite`, an earlier run.
+    """Raise `UsageError` if a run may not write to the directory `out`. No file is changed.
 
-    A run wrote the files if `out` has a `status.json`, or the lock of a killed run. No file is changed.
+    A run may not replace files of RUN_FILES without the `status.json` or lock of a run. Unless `overwrite` is true or
+    the run resumes in `out`, the directory must be new or empty. If `resume` is a path, the path must exist.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
@@ -142,7 +143,7 @@ def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
 
 
 def describe(job: RunInputs, processes: int) -> str:
-    """Describe the planned run, for `--dry-run`."""
+    """Return the lines of text that the option `--dry-run` prints about a run of `processes` processes."""
     recipe, config = job.recipe, job.weights.config
     total = int(job.train.tokens.sum())
     per_epoch = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
@@ -162,7 +163,7 @@ def describe(job: RunInputs, processes: int) -> str:
 
 
 def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return versions of packages, and facts on machine and device. They are saved with the results."""
+    """Return the versions of packages, and facts on the machine and the device, for the file `versions.json`."""
     packages = ["esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython"]
     packages += ["bitsandbytes"] if recipe.model.quantize is not None else []
     facts: dict[str, Any] = {name: version(name) for name in packages}
@@ -173,8 +174,8 @@ def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
 
 
 def provenance(job: RunInputs) -> dict[str, Any]:
-    """Describe the data of each split: path, number of records, sha256 of the residues and tracks, and notices on
-    records and labels that were changed, averaged or left out.
+    """Return facts on each split, by its name: path, number of records and residues, sha256 of residues and tracks,
+    and notices on records and labels that were changed, averaged or left out.
     """
     return {
         split.name: {
@@ -189,8 +190,8 @@ def provenance(job: RunInputs) -> dict[str, Any]:
 
 
 def leakage_notices(job: RunInputs) -> list[str]:
-    """Return sentences on what the validation and test sets share with the training set, and on what the test set
-    shares with the training data of the starting model. Large data are sampled.
+    """Return notices on leakage: validation and test records that are equal or similar to training records, and test
+    records on which the model was trained before this run. Of large data a sample is compared.
     """
     try:
         splits = (job.train, job.valid, job.test)
@@ -207,14 +208,16 @@ def leakage_notices(job: RunInputs) -> list[str]:
             shared = check(train, {"valid": valid, "test": test}, most=20_000_000).notices()
         trained_on = weights.record_of(job.weights.files).get("data", {})
         if trained_on.get("train", {}).get("tokens_sha256") == job.train.digest != job.test.digest:
-            return shared  # the base model was trained on the training set of this run
+            return shared  # the fine-tuned model was itself trained on the training set of this run
         return shared + seen_before(str(job.weights.source), trained_on, None, job.test)[0]
-    except Exception as error:  # the check only informs and must not end the run
+    except Exception as error:  # the comparison only informs, and must not end the run
         return [f"leakage: could not be checked ({error})"]
 
 
 def seen_in_training(job: RunInputs) -> int:
-    """Count the test records with a sequence on which this run, or its starting model, was trained."""
+    """Count the test records whose sequence is a training sequence of this run. If the test set is the training set of
+    the starting model, return the number of all test records.
+    """
     before = weights.record_of(job.weights.files).get("data", {})
     if job.test.digest == before.get("train", {}).get("tokens_sha256"):
         return len(job.test)
@@ -222,7 +225,7 @@ def seen_in_training(job: RunInputs) -> int:
 
 
 def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
-    """Return notices on data and weights: what was changed or left out and, with `leakage`, what the splits share."""
+    """Return notices on what was changed or left out in data and weights. With `leakage`, add `leakage_notices`."""
     of_data: list[str] = []
     for split in (job.train, job.valid, job.test):
         for notice in split.notices if NOTICES_PRINTED not in os.environ else ():

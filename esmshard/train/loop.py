@@ -1,4 +1,4 @@
-"""Training: build the model over the ranks, load a checkpoint if there is one, and loop over the steps."""
+"""The training loop. It builds the model over the ranks, loads a checkpoint if there is one, and takes the steps."""
 
 import math
 import time
@@ -43,7 +43,7 @@ from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 
 RESERVED = 0.9
-"""The share of the free memory that a run may use. The rest is for gaps of the allocator and for other programs."""
+"""The share of the free memory that a run plans to use. The allocator's gaps and other programs take the rest."""
 
 
 def train(
@@ -63,15 +63,15 @@ def train(
     Args:
         job: the prepared run.
         start: the checkpoint to continue from; None for a new run.
-        starting: all processes of the run. They wait for each other up to the time-out of the start.
-        ranks: the same processes. They wait for each other up to the time-out of a step.
+        starting: all processes of the run, which wait for each other up to the time-out of the start.
+        ranks: the same processes, which wait for each other up to the time-out of a step.
         control: the side channel over which each rank reports its activity.
-        preemption: the requests to stop.
-        attempt: the records of this attempt.
+        preemption: the requests to stop that this process has received.
+        attempt: the writer of the lock, status and metrics of this attempt.
         profile: the number of steps to record with torch's profiler.
 
     Raises:
-        Preempted: the run was asked to stop. All work is saved.
+        Preempted: the run was asked to stop. All finished steps are saved.
     """
     ranks = replace(ranks, together=job.layout.together)
     training = Training(job, start, replace(starting, together=job.layout.together), control, preemption, attempt)
@@ -81,7 +81,7 @@ def train(
         attempt.begin(state.step, training.is_validated)
     epoch, _, mine = training.share_of(state.step)
     check_first_batch(training.ranks, lambda: digests(job.train, mine, epoch))
-    training.ranks = ranks  # the time-out of a step begins here
+    training.ranks = ranks  # from here on, ranks wait up to the time-out of a step
     with (
         preemption.noted(),
         advice_if_out_of_memory(training.out_of_memory_advice),
@@ -108,30 +108,30 @@ def train(
 
 @dataclass
 class TrainState:
-    """The values that change from step to step. A checkpoint stores them, except `validation` and `asked`."""
+    """The values that change from step to step. A checkpoint stores all of them except `validation` and `asked`."""
 
     step: int = 0
     """The number of optimizer steps done."""
     skipped_in_a_row: int = 0
-    """The number of latest steps in a row that changed no weight, because gradients were not finite."""
+    """How many of the last steps, in a row, changed no weight because the loss or a gradient was not finite."""
     best: dict[str, Any] | None = None
-    """Step, metric and value of the best validation so far."""
+    """The step, metric and value of the best validation so far; None before the first validation with a value."""
     stale: int = 0
-    """The number of validations since the best one."""
+    """The number of validations since the best validation."""
     scale: LossScale | None = None
-    """The scale of the loss, in fp16 only."""
+    """The scale of the loss; None except in fp16."""
     validation: str = ""
-    """The last validation in a few words, for the progress line."""
+    """The result of the last validation as a short text, for the progress line."""
     asked: int = 0
-    """The reason to stop that all ranks agreed on after the last step; 0 if there is none."""
+    """The reason to stop, on which all ranks agreed after the last step; 0 if the run goes on."""
     of_validation: Mapping[str, Any] = field(default_factory=dict)
-    """The facts of the last validation (`fit_temperature`). A checkpoint stores them with the facts of the task."""
+    """What `fit_temperature` returned for the last validation. A checkpoint stores this among the facts of the task."""
 
 
 class Training:
-    """One attempt at a run: the model over the ranks, its optimizer, and all that a step needs.
+    """The training of one attempt at a run: the model over the ranks, its optimizer, and all else that a step needs.
 
-    For the arguments see `train`. `ranks` are the processes that `train` calls `starting`.
+    For the arguments see the function `train`. `ranks` is the argument `starting` there.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class Training:
     ) -> None:
         self.job, self.ranks, self.control, self.preemption, self.attempt = job, ranks, control, preemption, attempt
         recipe, weights, trained_only = job.recipe, job.weights, job.recipe.adapt.method != "full"
-        # First shapes, then shards, then values. So a rank never holds the whole model, unless it is the only rank.
+        # The model is divided before its weights are read, so a rank never holds more than its shards.
         with torch.device("meta"):
             self.model = FineTuner(family_registry.build(weights.config), job.task.head(weights.config))
         tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
@@ -153,7 +153,7 @@ class Training:
         self.numbers = planner.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
         shard(self.model, job.layout, ranks)
         saved = sharded.read_state(start) if start is not None else None
-        # The free memory is read before the model takes memory, because the planner also counts the model's memory.
+        # The free memory is measured before the model takes memory, because the planner counts the model, too.
         free = planner.free_bytes(ranks.device, processes_per_machine(ranks.size))
         self.largest_fitting = partial(largest_fitting, job, self.numbers, int(ranks.min(RESERVED * free)), ranks)
         self.tokens_per_rank = self._choose_tokens_per_rank(saved)
@@ -171,9 +171,9 @@ class Training:
             state.of_validation = {key: value for key, value in saved["facts"].items() if key not in job.task.facts}
             state.scale = LossScale(**saved["loss_scale"]) if state.scale else None
         self.is_validated = saved is None or saved["validated"]
-        """Whether the validation of the loaded checkpoint was done before the run stopped."""
+        """False if the run stopped before a validation that was due at the loaded checkpoint."""
         self.recipe = resolved(job, self.tokens_per_rank)
-        """The recipe with the values that were chosen on this machine."""
+        """The recipe of the run, with the values that were chosen on this machine."""
         self.facts: dict[str, Any] = {
             "recipe": self.recipe.model_dump(mode="json"),
             "config": weights.config.recorded(),
@@ -185,23 +185,23 @@ class Training:
             "unlearned": [part for part in weights.unlearned if part != "lm_head" or not self.model.asks_logits],
             "base": None,
         }
-        """The part of a checkpoint's `state.json` that no step changes."""
-        if ranks.is_first and trained_only:  # the checkpoint holds only what is trained, and names the base model
+        """The entries of a checkpoint's `state.json` that no step changes."""
+        if ranks.is_first and trained_only:  # a checkpoint holds only the trained part, and names the base model
             self.facts["base"] = saved["base"] if saved else identity(weights, recipe.model.name)
         is_gpu, in_background = ranks.device.type == "cuda", recipe.checkpoint.async_save
         sheet = data_sheet(torch.cuda.get_device_name(ranks.device)) if is_gpu else None
         self.watch = Watch(ranks, control, None if sheet is None else sheet.flops(job.layout.precision))
-        if in_background == "auto":  # the host of a GPU has memory for a copy; a run on the CPU does not
+        if in_background == "auto":  # with a GPU, the host has memory for a copy of the shards
             in_background = is_gpu
         self.saver = Saver(job.out / "checkpoints", recipe.checkpoint.keep, in_background, ranks.step_timeout)
         self.plan = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
 
     def _choose_tokens_per_rank(self, saved: Mapping[str, Any] | None) -> int:
-        """Return `batch.tokens_per_rank` of the recipe. If it is `auto`, return the number of the checkpoint if the
-        layout is unchanged, else the number that fits into memory. `saved` is `state.json` of the checkpoint.
+        """Return the maximum number of tokens of a micro-batch: the recipe's `batch.tokens_per_rank`. For `auto`,
+        return the number in the checkpoint if the layout is unchanged, otherwise the number that fits into memory.
+        `saved` is the content of the checkpoint's `state.json`.
 
-        With other micro-batches a step has the same records, but gradients are summed in another order. Results then
-        agree only up to rounding.
+        Another number changes the order in which gradients are summed, so results agree only up to rounding.
         """
         job, ranks = self.job, self.ranks
         asked = job.recipe.batch.tokens_per_rank
@@ -221,7 +221,7 @@ class Training:
         return max(fits, longest)
 
     def _fill(self, *, is_new: bool) -> None:
-        """Read the base model's weights into the shards, and fit the head of a probe."""
+        """Read the weights of the base model into the shards. For a new run with a probe, fit the task head."""
         job, model, ranks = self.job, self.model, self.ranks
         self.control.note("reading weights")
         head, message = new_head(job.recipe, job.task, job.weights)
@@ -237,7 +237,7 @@ class Training:
         model.train()
 
     def out_of_memory_advice(self) -> str:
-        """Return what to change after an out-of-memory error of a step. `--resume auto` accepts these changes."""
+        """Return advice for an out-of-memory error in a step: settings that `--resume auto` allows to change."""
         recipe, longest = self.job.recipe, int(self.job.train.tokens.max())
         tokens = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
         fits = self.largest_fitting()
@@ -251,14 +251,18 @@ class Training:
         return f"micro-batches of {tokens} tokens do not fit; {fix}"
 
     def share_of(self, step: int) -> tuple[int, int, list[MicroBatch]]:
-        """Return the epoch of a step, its number of records over all ranks, and its micro-batches for this rank."""
+        """Return the epoch of a step, the number of records of all ranks in it, and the micro-batches of this rank."""
         epoch, records = self.plan.step(step)
         data_rank, data_size = self.ranks.data_rank, self.ranks.data_size
         mine = assign(records, self.job.train.tokens, self.tokens_per_rank, data_rank, data_size)
         return epoch, len(records), mine
 
     def catch_up(self, start: Path | None) -> None:
-        """Do the validation that a stopped run had left out. Validate and save a probe, which takes no steps."""
+        """Do the validation that a stopped run has left out. Validate and save a new probe, which takes no steps.
+
+        Raises:
+            Preempted: the run was asked to stop. The step of the checkpoint stays saved.
+        """
         state, recipe = self.state, self.job.recipe
         if start is not None and not self.is_validated:
             is_best = self.validate(state.step)
@@ -273,13 +277,13 @@ class Training:
 
     @property
     def is_enough(self) -> bool:
-        """Whether early stopping ends the run at this step."""
+        """Whether early stopping ends the run now."""
         patience = self.job.recipe.train.early_stop
         return patience is not None and self.state.stale >= patience
 
     def step(self, step: int, recording: Callable[[], str | None]) -> dict[str, Any]:
-        """Take one optimizer step, counted from 0, and return its line of metrics.jsonl. `recording` ends the step for
-        torch's profiler, see `profiled`.
+        """Take optimizer step number `step`, counted from 0, and return its line for metrics.jsonl. The function
+        `recording` ends the step for torch's profiler, see `profiled`.
         """
         job, recipe, ranks, state = self.job, self.job.recipe, self.ranks, self.state
         share = schedule(step, job.steps, recipe.optim.warmup, recipe.optim.schedule)
@@ -304,7 +308,7 @@ class Training:
             say(warning)
         if (table := recording()) is not None and ranks.is_first:
             say(f"{table}\ntraces of all ranks in {job.out / 'profile'}")
-        # In fp16 the first steps may overflow until the scale fits.
+        # In fp16 the first steps may overflow until the scale is small enough.
         is_scale_high = state.scale is not None and state.scale.value > 1
         state.skipped_in_a_row = state.skipped_in_a_row + 1 if result.skipped and not is_scale_high else 0
         too_many_skipped(state.skipped_in_a_row, step + 1)
@@ -324,15 +328,15 @@ class Training:
         return line
 
     def validate_and_save(self, step: int) -> None:
-        """Validate and save if this is due after a step, and stop if the run was asked to stop.
+        """Validate and save after a step, each if it is due, and stop if the run was asked to stop.
 
         Raises:
-            Preempted: the run was asked to stop. This step is saved.
+            Preempted: the run was asked to stop. The steps up to this step are saved.
         """
         job, recipe, state = self.job, self.job.recipe, self.state
         is_better, last = None, step == job.steps
         due = last or step % job.eval_every == 0
-        if due and not state.asked:  # a run that was asked to stop only saves; it validates when it continues
+        if due and not state.asked:  # a run that was asked to stop only saves, and validates when it continues
             is_better = self.validate(step)
             state.asked = self._asked_anywhere() if is_better is None else 0
         is_best = bool(is_better) and recipe.keeps_best
@@ -346,8 +350,8 @@ class Training:
             )
 
     def validate(self, step: int) -> bool | None:
-        """Score the validation split. Return whether the score is the best so far, or None if the run was asked to
-        stop.
+        """Score the validation split, and return whether the headline metric is the best so far. Return None if the run
+        was asked to stop before the end of the validation.
         """
         self.control.note("validating")
         task, state = self.job.task, self.state
@@ -369,7 +373,7 @@ class Training:
         return True
 
     def save(self, step: int, *, validated: bool, is_best: bool) -> None:
-        """Write a checkpoint after `step` steps. `validated` is false if a due validation was not done."""
+        """Write a checkpoint after `step` steps. `validated` is false if a validation was due and was not done."""
         self.control.note("saving a checkpoint")
         self.attempt.check()
         began, state = time.perf_counter(), self.state
@@ -392,7 +396,7 @@ class Training:
 
 @contextmanager
 def advice_if_out_of_memory(advice: str | Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error into an `InputError` with this advice. Other errors are raised unchanged."""
+    """Turn an out-of-memory error in the `with` block into an `InputError` with `advice`. Other errors stay."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -404,7 +408,7 @@ def advice_if_out_of_memory(advice: str | Callable[[], str]) -> Iterator[None]:
 def _work(
     mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: planner.ModelNumbers
 ) -> tuple[int, float]:
-    """Return the number of residues in this rank's share of a step, and the FLOPs of the forward and backward pass."""
+    """Return the number of residues in this rank's micro-batches of a step, and the FLOPs to train on them."""
     mine_N = tokens_N[[n for micro in mine if not micro.is_dummy for n in micro.records]].astype(np.int64)
     tokens = int(mine_N.sum())
     attended = float((mine_N**2).sum()) / max(tokens, 1)
@@ -412,15 +416,17 @@ def _work(
 
 
 def _memory_keys(recipe: Recipe) -> dict[str, Any]:
-    """Return the keys of `parallel` that change the memory use. Time-outs do not, and the precision cannot differ."""
+    """Return the settings of the section `parallel` on which memory use depends, except the precision: a resumed run
+    has the same precision.
+    """
     return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
 
 
 def largest_fitting(job: RunInputs, numbers: planner.ModelNumbers, room: int, ranks: World) -> int:
-    """Return the planner's largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit.
+    """Return the largest `batch.tokens_per_rank` that fits by the planner; 0 if the longest record does not fit.
 
-    `numbers` are the sizes of the model with its head. `room` is the memory in bytes, including the weights, that the
-    run may use on the rank with the least memory.
+    `numbers` are the sizes of the model with its task head. `room` is the memory, in bytes, that the run may use on the
+    rank with the least memory, for weights and all else.
     """
     kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     device = kernels[kernel_name(ranks.device, DTYPES[job.layout.precision])]

@@ -1,4 +1,4 @@
-"""AdamW with its parameter groups and schedule, and its state under names that stay valid after resharding."""
+"""AdamW with its parameter groups and learning rates, and its state by names that do not depend on the sharding."""
 
 import math
 from typing import Literal
@@ -11,10 +11,10 @@ from esmshard.recipe.sections import OptimSettings
 
 
 def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """Create AdamW over the trainable parameters of a model. Call this after `materialise`.
+    """Create AdamW for the trainable parameters of a model. Call this after the function `materialise`.
 
-    There are at most four groups. Trunk (LoRA included) and head have different learning rates. Biases, norms and
-    embeddings have no weight decay. The `peak` of a group is its learning rate at the top of the schedule.
+    There are at most four parameter groups. The trunk (with its LoRA) and the task head have different learning rates.
+    Biases, norms and embeddings have no weight decay. The key `peak` of a group holds its maximum learning rate.
     """
     plain = {
         id(p)
@@ -45,7 +45,7 @@ def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
 def schedule(step: int, steps: int, warmup: float, kind: Literal["cosine", "linear", "constant"]) -> float:
     """Return the share of the peak learning rate at a step, counted from 0: linear warm-up, then decay or constant.
 
-    The decay would reach 0 one step after the last, so that the last step trains, too.
+    The decay would reach 0 one step after the last step, so the last step still changes the weights.
 
     >>> [round(schedule(s, 10, 0.2, "linear"), 2) for s in range(10)]
     [0.5, 1.0, 1.0, 0.88, 0.75, 0.62, 0.5, 0.38, 0.25, 0.12]
@@ -60,13 +60,13 @@ def schedule(step: int, steps: int, warmup: float, kind: Literal["cosine", "line
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Set the learning rate of every group to `share` of its peak."""
+    """Set the learning rate of every parameter group to `share` times the group's maximum (`peak`)."""
     for group in optimizer.param_groups:
         group["lr"] = share * group["peak"]
 
 
 def model_tensors(model: nn.Module, *, trained_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model, named as in `state_tensors`."""
+    """Return parameters and buffers of a model, by names such as `model.NAME`. For the argument see `state_tensors`."""
     reshard(model)
     tensors = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad or not trained_only}
     buffers = {f"model.{name}": b for name, b in model.named_buffers() if name.startswith("head.") or not trained_only}
@@ -76,16 +76,16 @@ def model_tensors(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return weights and optimizer state by name, as `model.NAME` and `optim.NAME.exp_avg`. The tensors are no copies.
+    """Return weights and optimizer state by names such as `model.NAME` and `optim.NAME.exp_avg`, and not as copies.
 
-    If the optimizer has no state yet, its state is created as zeros, so that a checkpoint can be loaded into it. A tied
-    weight has one entry.
+    If the optimizer has no state yet, this function creates the state as zeros, so that a checkpoint can be loaded into
+    it. A tied weight, which two modules share, has one entry.
 
     Args:
         model: the model; its task head is named `head`.
         optimizer: the optimizer over the model's trainable parameters.
-        trained_only: leave out frozen parameters, and buffers outside the head. `esmshard.model.weights` can read these
-            from the base model.
+        trained_only: leave out frozen parameters, and buffers outside the head, because the module
+            `esmshard.model.weights` can read these from the base model.
     """
     tensors = model_tensors(model, trained_only=trained_only)
     weights = {id(p): name for name, p in model.named_parameters()}

@@ -1,4 +1,4 @@
-"""The starting point of a run: a new start, or a checkpoint of the same recipe and data."""
+"""The start of a run: from the beginning, or from a checkpoint of the same recipe and data."""
 
 import os
 import shutil
@@ -21,7 +21,7 @@ from esmshard.train.inputs import RUN_FILES, RunInputs, notices, provenance, ver
 from esmshard.train.run_dir import METRICS
 from esmshard.train.tracking import TRACKED
 
-# A resumed run may differ in these settings. They change where and how it runs, and not what it computes.
+# A resumed run may have other values of these settings. They do not change what a training step computes.
 _FREE = (
     *("out", "data.test", "checkpoint.", "train.eval_every", "train.early_stop", "batch.tokens_per_rank", "track"),
     *("parallel.strategy", "parallel.start_timeout", "parallel.step_timeout", "parallel.accumulate"),
@@ -33,16 +33,16 @@ _FREE = (
 def starting_point(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint to continue from. For a new run, remove old files from the directory and return None.
 
-    Call this on the rank that holds the lock of the directory. Checkpoints after the returned one are set aside. The
-    next save removes damaged checkpoints. Good checkpoints, from which the user chose not to continue, stay. For
-    arguments and errors see `check_start`.
+    Call this on the rank that holds the lock of the directory. Checkpoints of later steps than the returned checkpoint
+    are renamed. If `resume` is `auto`, these are damaged, and the next save removes them. Otherwise they stay on the
+    disk under their new names. For arguments and errors see `check_start`.
     """
     directory = job.out / "checkpoints"
     if resume is not None:
         manifest.sweep(directory)
     start = check_start(job, resume)
     if start is None:
-        # A run that was killed before its first checkpoint begins again, and keeps the record of its time.
+        # A run that was killed before its first checkpoint begins again. METRICS keeps the time used so far.
         for path in (job.out / name for name in RUN_FILES if resume != "auto" or name not in (METRICS, *TRACKED)):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -57,15 +57,15 @@ def starting_point(job: RunInputs, resume: str | None) -> Path | None:
 
 
 def check_start(job: RunInputs, resume: str | None) -> Path | None:
-    """Return the checkpoint that `starting_point` would return, without changing any file.
+    """Return the checkpoint from which a run continues; None for a new start. No file is changed.
 
     Args:
-        job: the prepared run; `check_out` has been called.
-        resume: `auto`, a path, or None for a new start.
+        job: the prepared run, after a call of `check_out`.
+        resume: `auto`, the path of a run or a checkpoint, or None for a new start.
 
     Raises:
-        InputError: if there is no usable checkpoint.
-        UsageError: if the checkpoint was written under another recipe or with other data.
+        InputError: if every checkpoint is damaged, or the base model has changed.
+        UsageError: if the checkpoint has another recipe or other data, or only a finished model is left.
     """
     if resume is None:
         return None
@@ -81,7 +81,7 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
     changed = recipe_file.differences(then, now)
     free = (*_FREE, "train.steps ") if job.steps > (then.train.steps or job.steps) else _FREE
     changed = [line for line in changed if not line.startswith(free)]
-    # The order of records and the crops depend on the tokens.
+    # The order of the records, and the crops of long records, depend on the tokens of all records.
     if state["data"]["train"]["tokens_sha256"] != provenance(job)["train"]["tokens_sha256"]:
         changed.append(f"data.train ({job.train.path} holds other sequences or tracks than it did)")
     if changed:
@@ -95,12 +95,13 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
 
 
 def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the history of a run. An entry has the steps done before it, the planned steps and the kind of device.
+    """Return the history of a run: an entry for each change of the planned number of steps or of the kind of device.
+    `after` is the number of steps done before the change.
 
     Args:
-        saved: `state.json` of the checkpoint that the run goes on from; None for a new run.
-        steps: the number of steps in the recipe now.
-        device: the device now.
+        saved: the content of `state.json` of the checkpoint from which the run continues; None for a new run.
+        steps: the number of steps in the present recipe.
+        device: the present device.
 
     >>> history({"step": 30, "history": [{"after": 0, "steps": 30, "device": "cpu"}]}, 60, torch.device("cpu"))
     [{'after': 0, 'steps': 30, 'device': 'cpu'}, {'after': 30, 'steps': 60, 'device': 'cpu'}]
@@ -112,7 +113,7 @@ def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -
 
 
 def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
-    """Return the recipe with the values that were chosen on this machine. It is saved with the results."""
+    """Return the recipe of a run with the values that were chosen on this machine, as it is saved with the results."""
     batch = job.recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
     parallel = job.recipe.parallel.model_copy(update={"precision": job.layout.precision})
     train = job.recipe.train.model_copy(update={"steps": job.steps or None, "epochs": None})
@@ -120,8 +121,8 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
 
 
 def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World, history: Sequence[Mapping[str, Any]]) -> None:
-    """Write the `resolved` recipe and versions beside the results, and print notices on data and weights. One rank
-    calls this, after `done` optimizer steps. For trials, the sweep has printed the notices once.
+    """Write `recipe.yaml` and `versions.json`, and print notices on data and weights. One rank calls this, after `done`
+    optimizer steps. In a trial of a sweep nothing is printed on the data, because the sweep has printed it once.
     """
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(job.recipe, ranks.device), "processes": ranks.size, "data": provenance(job)}
@@ -142,7 +143,7 @@ def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World, histor
 
 
 def check_room(directory: Path, needed: int) -> None:
-    """Raise `InputError` if the disk has no room for one checkpoint of `needed` bytes."""
+    """Raise `InputError` if the disk of `directory` has no room for a checkpoint of `needed` bytes."""
     directory.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(directory).free
     if free < needed:

@@ -1,7 +1,7 @@
-"""The records in the directory of a run: lock, `status.json`, `metrics.jsonl`, and the output of `esmshard status`.
+"""The files `lock.json`, `status.json` and `metrics.jsonl` of a run, and the output of `esmshard status`.
 
-Only the first rank writes these files. Times are in seconds since 1970. A line of `metrics.jsonl` is an optimizer step,
-a validation (with the key `split`) or one of these events:
+Only the first rank writes these files. Times are in seconds since 1970. A line of `metrics.jsonl` is about an optimizer
+step, a validation (with the key `split`) or one of these events:
 
     {"event": "attempt", "attempt": 2, "started": T, "time": T, "from_step": 100, "steps_lost": 7, "seconds_lost": 3.5}
     {"event": "first_step", "seconds": 41.2, "time": T}
@@ -32,10 +32,10 @@ from esmshard.train.tracking import Tracking
 
 LOCK, STATUS, METRICS = "lock.json", "status.json", "metrics.jsonl"
 SWEEP = "sweep.json"
-"""The state of a sweep (`esmshard.train.search`)."""
+"""The name of the file with the state of a sweep (`esmshard.train.search`)."""
 
 TAIL = 1 << 18
-"""How many bytes at the end of metrics.jsonl are searched for the last step. A line has 5 KB with 64 ranks."""
+"""The number of bytes at the end of metrics.jsonl that are read for the last step. With 64 ranks a line has 5 KB."""
 
 State = Literal["running", "preempted", "done", "failed"]
 EXIT_CODES: Mapping[State, int] = {
@@ -44,26 +44,27 @@ EXIT_CODES: Mapping[State, int] = {
     "preempted": ExitCode.REQUEUE,
     "done": ExitCode.DONE,
 }
-"""The exit code of `esmshard status` for each state. Several runs together have the first state that any run has."""
+"""The exit code of `esmshard status` for each state. The joint state of several runs is the first of these states
+that any of the runs has."""
 
 
 class Holder(BaseModel):
-    """The content of `lock.json`: the process that writes in the directory."""
+    """The content of the file `lock.json`: the process that holds the lock of a run directory and writes to it."""
 
     host: str
     namespace: str
-    """The boot of the machine and the namespace of its process ids. Containers have different namespaces."""
+    """Two ids in one text: of the machine's last boot, and of the namespace of processes (one for each container)."""
     pid: int
     process_start: str | None
-    """See `process_start`."""
+    """The start of the process; see the function `process_start`."""
     job: str | None
-    """The scheduler's id of the job. It stays the same when the job is restarted after a preemption."""
+    """The scheduler's id of the job, which stays the same when the job is restarted; see `job_id`."""
     since: str
-    """The local time at which the lock was taken, as users read it."""
+    """The local time at which the process took the lock, as text for users."""
 
     @classmethod
     def here(cls) -> "Holder":
-        """Return this process as the holder of a lock."""
+        """Return a `Holder` that describes this process."""
         return cls(
             host=socket.gethostname(),
             namespace=_namespace(),
@@ -75,7 +76,7 @@ class Holder(BaseModel):
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process exists; None if this cannot be seen, as on another machine."""
+        """Whether the process still runs; None if this machine cannot see that, as for a process on another machine."""
         if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
         start = process_start(self.pid)
@@ -87,18 +88,18 @@ class Holder(BaseModel):
 
 
 class Lock:
-    """The lock of a run directory, held from `with` to the end of the block.
+    """The lock of a run directory, which is held in a `with` block.
 
-    The file is created exclusively (`O_EXCL`), which NFS and Lustre guarantee even if locks are switched off. A run
-    that was killed leaves its lock. The next run takes this lock over if the process is gone from this machine, or if
-    the same job of a scheduler took the lock. A run cannot see the processes of another machine, so the user decides.
+    The lock is a file that is created exclusively (`O_EXCL`). NFS and Lustre support this even if file locks are
+    switched off. A killed run leaves its lock. The next run takes the lock over if the process is gone from this
+    machine, or if the same job of a scheduler took the lock. For a process on another machine, the user decides.
 
     Args:
-        out: the run directory. It is created if it does not exist.
-        take_over: take the lock of a run that may still live on another machine (`--take-over`).
+        out: the run directory, which is created if it does not exist.
+        take_over: take the lock even of a run that may still live on another machine (option `--take-over`).
 
     Raises:
-        InputError: on entering, another run holds the directory, or the directory cannot be written to.
+        InputError: at the start of the block, if another run holds the directory or the directory is not writable.
     """
 
     def __init__(self, out: Path, *, take_over: bool = False) -> None:
@@ -123,18 +124,18 @@ class Lock:
             ) from None
 
     def __exit__(self, *_: object) -> None:
-        with suppress(InputError, OSError):  # if the file stays, the next run sees that the process is gone
+        with suppress(InputError, OSError):  # if the lock stays, the next run sees that the process is gone
             self.check()
             self._path.unlink()
 
     def check(self) -> None:
-        """Raise `InputError` if another run has taken the directory over, or somebody has removed the lock."""
+        """Raise `InputError` if another run has taken the lock over, or somebody has removed the lock."""
         try:
             if self._path.read_text(encoding="utf-8", errors="replace") == self._text:
                 return
         except FileNotFoundError:
             pass
-        except OSError:  # nothing can be saved in the directory at this moment either
+        except OSError:  # the directory cannot be read now, so nothing can be saved there either
             return
         raise InputError(
             f"{self._path}: another run took over ({holder(self._out) or 'the lock was removed'}); this run stops "
@@ -142,7 +143,7 @@ class Lock:
         )
 
     def _make_room(self) -> None:
-        """Remove the lock of a run that has ended. Raise `InputError` if that run may still be alive."""
+        """Remove the lock of a run that has ended. Raise `InputError` if the run that holds the lock may still live."""
         try:
             text, age = self._path.read_bytes(), time.time() - self._path.stat().st_mtime
         except FileNotFoundError:
@@ -166,7 +167,7 @@ class Lock:
             self._path.rename(aside)
         except FileNotFoundError:  # another run was faster
             return
-        if aside.read_bytes() != text:  # another run was faster, and this was its lock
+        if aside.read_bytes() != text:  # another run was faster, and the renamed file was its lock
             aside.rename(self._path)
             return
         aside.unlink()
@@ -175,7 +176,7 @@ class Lock:
 
 
 def holder(out: Path) -> Holder | None:
-    """Return the holder of a run directory; None if there is no lock, or its file is damaged."""
+    """Return the holder of the lock of a run directory; None if there is no lock, or the lock file is damaged."""
     try:
         return _parsed((out / LOCK).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -183,7 +184,7 @@ def holder(out: Path) -> Holder | None:
 
 
 def abandoned(out: Path) -> bool:
-    """Whether no run can hold a directory: there is no lock, or the process of the lock is gone from this machine."""
+    """Whether no run holds a directory: there is no lock, or the process of the lock is gone from this machine."""
     held = holder(out)
     return not (out / LOCK).exists() if held is None else held.lives is False
 
@@ -196,8 +197,8 @@ def _parsed(text: bytes) -> Holder | None:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start of a process in the kernel's ticks, which distinguishes it from a later process with the same
-    id. The text is empty if the system does not show the start. The result is None if the process has ended.
+    """Return the start time of a process, in clock ticks of the kernel. A later process with the same id has another
+    start time. Return an empty text if the system does not show the start, and None if the process has ended.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -216,7 +217,8 @@ def _namespace() -> str:
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the id of this job; None if there is none. A restart by a scheduler or launcher does not change the id.
+    """Return the id of the job of a scheduler or launcher in which this process runs; None outside of such a job. A
+    restart of the job does not change the id.
 
     >>> job_id({"SLURM_JOB_ID": "812", "SLURM_ARRAY_JOB_ID": "810", "SLURM_ARRAY_TASK_ID": "2"})
     '810_2'
@@ -230,7 +232,7 @@ def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
 
 
 class Status(TypedDict):
-    """The content of `status.json`."""
+    """The content of the file `status.json` of a run."""
 
     state: State
     step: int
@@ -240,22 +242,22 @@ class Status(TypedDict):
     attempt: int
     """The number of attempts at this run so far."""
     exit_code: int | None
-    """The exit code of the command; None while it runs. torchrun returns 0 where the command returned 75."""
+    """The exit code of the command; None while the command runs. torchrun returns 0 if the command returns 75."""
     message: str
     checkpoint: str | None
-    """The newest complete checkpoint, such as `step_000100`."""
+    """The name of the newest complete checkpoint, such as `step_000100`; None before the first checkpoint."""
     started: float
-    """The start of this attempt."""
+    """The time at which the command of this attempt began, in seconds since 1970."""
     job: str | None
-    """See `job_id`."""
+    """The id of the job of the scheduler or launcher; see the function `job_id`."""
     host: str
     updated: float
 
 
 def read_status(out: Path) -> Status | None:
-    """Return the state of a run; None if no run began in the directory. A `status.json` of another program is ignored.
+    """Return the status of the run in a directory; None if no run began there.
 
-    A killed run could not write its last state. If the file says `running`, and the directory has no lock or the
+    A killed run cannot write its last state. If `status.json` says `running`, and the directory has no lock or the
     process of the lock is gone from this machine, the state is `failed`. A run on another machine stays `running`.
     """
     status = _status_as_written(out)
@@ -274,35 +276,35 @@ def _status_as_written(out: Path) -> Status | None:
 
 
 def begun_by_this_job(out: Path) -> bool:
-    """Whether an earlier start of this job began the run in a directory."""
+    """Whether this job, perhaps before a restart, began the run in a directory."""
     status = _status_as_written(out)
     return status is not None and status["job"] is not None and status["job"] == job_id()
 
 
 def last_word(out: Path, code: int) -> str:
-    """Return why a run is not done. `code` is the exit code of its processes. If no process has recorded the reason in
-    `status.json`, record it.
+    """Return a sentence on why a run is not done. `code` is the exit code of its processes. If these processes were
+    killed before they could change the state `running` in `status.json`, write the state `failed`.
     """
     status = _status_as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out) and code != Preempted.exit_code:
         message = "the processes were ended from outside; continue with --resume auto"
         status |= {"state": "failed", "exit_code": code, "message": message, "updated": time.time()}
         replace_json(out / STATUS, status)
-    if status is None or status["exit_code"] != code:  # they ended before they opened the run's directory
+    if status is None or status["exit_code"] != code:  # the processes ended before they opened the directory of the run
         return f"{out}: its processes ended with exit code {code}; the reason is on stderr"
     return f"{out}: {status['state']} (exit code {code}): {status['message']}"
 
 
 class Attempt:
-    """One attempt at a run: the lock of the directory, `metrics.jsonl` and `status.json`. Only the first rank writes.
+    """The writer of the lock, `metrics.jsonl` and `status.json` of one attempt at a run. Only the first rank writes.
 
-    Use it as `with Attempt(...) as attempt:` around the whole run. An error that ends the run becomes the last line and
-    the status, unless the command was refused before anything began.
+    Use it as `with Attempt(...) as attempt:` around the whole run. If an error ends the run, the last line of
+    `metrics.jsonl` and the status say so, unless the command was refused and an earlier run has a status.
 
     Args:
         out: the directory of the run.
-        started: the time at which the command began.
-        trackers: the trackers that show the lines of `metrics.jsonl`, too.
+        started: the time at which the command began, in seconds since 1970.
+        trackers: the experiment trackers that also show the lines of `metrics.jsonl`.
     """
 
     def __init__(self, out: Path, started: float, trackers: Sequence[str] = ()) -> None:
@@ -316,7 +318,7 @@ class Attempt:
         return self
 
     def open(self, is_first: bool, steps: int, *, take_over: bool = False) -> None:
-        """Take the lock of the run directory (see `Lock`). `steps` is the number of steps of the recipe."""
+        """On the first rank, take the lock of the run directory. `steps` is the number of steps in the recipe."""
         self._steps = steps
         if is_first:
             self._lock = Lock(self._out, take_over=take_over).__enter__()
@@ -325,13 +327,13 @@ class Attempt:
                 self._step, self._number = self._before["step"], self._before["attempt"]
 
     def check(self) -> None:
-        """Raise `InputError` if another run has taken the directory over. This run must then no longer write to it."""
+        """Raise `InputError` if another run has taken the directory over, so that this run must not write there."""
         if self._lock is not None:
             self._lock.check()
 
     def begin(self, done: int, validated: bool = True) -> None:
-        """Begin after `done` steps. The lines of later steps are removed from metrics.jsonl, because these steps are
-        taken again. If `validated` is false, the line of the validation after step `done` is removed, too.
+        """Begin the attempt after `done` steps. Remove the lines of later steps from metrics.jsonl, because these steps
+        are taken again. If `validated` is false, the line of the validation after step `done` is removed, too.
         """
         if self._lock is None:
             return
@@ -344,18 +346,18 @@ class Attempt:
         self.report("running", "training")
 
     def write(self, **line: Any) -> None:
-        """Append a line to metrics.jsonl."""
+        """Append a line to metrics.jsonl, with the present time, and send the line to the trackers."""
         if self._lock is None:
             return
         line["time"] = round(time.time(), 3)
-        # JSON has no NaN.
+        # JSON has no NaN and no infinity.
         known = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
         with open(self._out / METRICS, "a", encoding="utf-8") as file:
             file.write(json.dumps(known) + "\n")
         self._tracking.log(known)
 
     def step_done(self, line: Mapping[str, Any]) -> None:
-        """Write the line of an optimizer step."""
+        """Append the line of an optimizer step to metrics.jsonl. After the first step also append an event."""
         self.write(**line)
         self._step = int(line["step"])
         if self._first_step:
@@ -363,7 +365,7 @@ class Attempt:
             self.write(event="first_step", seconds=round(time.time() - self._started, 3))
 
     def report(self, state: State, message: str, exit_code: int | None = None) -> None:
-        """Replace status.json in one operation, so that a crash leaves the old file or the new one."""
+        """Replace status.json in one operation, so that a crash leaves the old file or the new file."""
         if self._lock is None:
             return
         self._begun = True
@@ -412,8 +414,8 @@ class Attempt:
 
 
 def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a run's metrics.jsonl; with `tail`, only the lines in its last `tail` bytes. Incomplete lines,
-    which a crash leaves, are skipped.
+    """Yield the lines of the file metrics.jsonl of a run. With `tail`, yield only lines in its last `tail` bytes.
+    Incomplete lines, which a crash leaves, are skipped.
     """
     if not (out / METRICS).is_file():
         return
@@ -430,24 +432,26 @@ def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]
 
 
 def is_step(line: Mapping[str, Any]) -> bool:
-    """Whether a line is of an optimizer step. The line of a validation has the key `step`, too."""
+    """Whether a line of metrics.jsonl is about an optimizer step, and not about a validation or an event."""
     return "event" not in line and "split" not in line and "step" in line
 
 
 def cut(
     lines: Iterable[Mapping[str, Any]], done: int, validated: bool = True
 ) -> tuple[list[Mapping[str, Any]], int, float]:
-    """Return the lines that stay when a run continues after `done` steps, the number of lost steps, and their seconds.
+    """Return three things for a run that continues after `done` steps: the lines to keep, the number of lost steps,
+    and how many seconds these steps took.
 
-    The lines of later steps will be written again. Events stay. An attempt that was killed gets an end line, because
-    its last line may be removed. If `validated` is false, the line of the validation after step `done` is removed, too.
+    Lines of later steps are removed, because these steps will be taken again. Events stay. A killed attempt gets an
+    `end` event, because its last line may be removed. If `validated` is false, the line of the validation after step
+    `done` is removed, too.
 
     >>> cut([{"step": 1, "step_s": 2.0, "time": 12.0}, {"step": 2, "step_s": 2.5, "time": 15.0}], 1)[1:]
     (1, 2.5)
     """
     kept: list[Mapping[str, Any]] = []
     lost, seconds = 0, 0.0
-    last: float | None = None  # time of the newest line of an attempt without an end line
+    last: float | None = None  # time of the newest line of an attempt without an `end` event
     for line in [*lines, {"event": "attempt"}]:  # the attempt that begins now ends a killed attempt
         event = line.get("event")
         if event == "attempt" and last is not None:
@@ -465,13 +469,13 @@ def cut(
 def goodput(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Sum up how the time of a run was used, from the lines of its metrics.jsonl. The last attempt may still run.
 
-    Returns the number of `attempts`, `steps_lost`, seconds (`lost_s`, `useful_s`, `allocated_s`) and `goodput`. This
-    is useful divided by allocated time, as in Google's ML Goodput Measurement, or None without allocated time. An hour
-    of the run is one hour, whatever the number of processes.
+    Returns the number of `attempts`, `steps_lost`, seconds (`lost_s`, `useful_s`, `allocated_s`) and `goodput`. Goodput
+    is useful time divided by allocated time, as in Google's ML Goodput Measurement, or None without allocated time. An
+    hour of the run counts as one hour, whatever the number of processes.
 
     - Useful time is the time of optimizer steps (`step_s`, including the wait for data) whose result was kept. Start,
       validation, checkpoints, consolidation and repeated steps are not useful time.
-    - Allocated time is the time from the start of each attempt to its end line, or to its last line if it was killed.
+    - Allocated time is the time from the start of an attempt to its `end` event, or to its last line if it was killed.
       Time between attempts, such as in a queue, is not allocated.
     - Lost steps are the steps after the checkpoint from which the next attempt continued.
     """
@@ -512,11 +516,11 @@ def goodput_text(use: Mapping[str, Any]) -> str:
 
 
 def standings(out: Path) -> list[dict[str, Any]]:
-    """Return the state of the run or sweep in a directory, or of the runs in its subdirectories, ordered by name.
+    """Return a list with the state of the run or sweep in a directory, or of all runs in its subdirectories by name.
 
-    Each state has the entries of `status.json`, corrected for newer steps and for a killed run. It also has `run` (the
-    path), `unit` (what `step` and `steps` count), `holder`, and `last_seen` (the time of the last change of the files,
-    if there is a holder).
+    A state has the entries of `status.json`, corrected for newer steps and for a killed run. A state also has `run`
+    (the path), `unit` (what `step` and `steps` count), `holder` (who holds the lock), and `last_seen` (the time of the
+    last change of the files, if there is a holder). The state of a sweep has fewer entries.
 
     Raises:
         UsageError: if no run has begun in the directory.
@@ -536,7 +540,7 @@ def standings(out: Path) -> list[dict[str, Any]]:
 
 
 def _of_sweep(out: Path) -> dict[str, Any]:
-    """Return the state of a sweep, whose `step` and `steps` count trials."""
+    """Return the state of the sweep in a directory. Its entries `step` and `steps` count trials."""
     sweep = read_json(out / SWEEP)
     held = next((path.parent for path in out.glob(f"*/**/{LOCK}") if not abandoned(path.parent)), None)
     state: State = sweep["state"] if sweep["state"] in ("done", "failed") else "running" if held else "preempted"
@@ -557,12 +561,12 @@ def _seen(held: Holder | None, *files: Path) -> dict[str, Any]:
 
 
 def joint_state(runs: Sequence[Mapping[str, Any]]) -> State:
-    """Return the joint state of several runs: the first state in EXIT_CODES that any run has."""
+    """Return the joint state of several runs: the first state in EXIT_CODES that any of the runs has."""
     return next(state for state in EXIT_CODES if any(run["state"] == state for run in runs))
 
 
 def status_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Format states as text, with a line for each run. A single run has further lines."""
+    """Format states from `standings` as text, with a line for each run. A single run has further lines."""
     lines = []
     for run in runs:
         when = f", last seen {duration(time.time() - run['last_seen'])} ago" if run["last_seen"] else ""

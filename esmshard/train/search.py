@@ -1,9 +1,9 @@
-"""Search settings of a recipe with Optuna (`esmshard finetune --sweep`). Each trial is a run in processes of its own.
-The result is `best.yaml`, the recipe with the best settings.
+"""The search for the best settings of a recipe with Optuna (`esmshard finetune --sweep`). Each trial is a run with its
+own processes. The result is `best.yaml`, the recipe with the best settings.
 
-Workers share Optuna's study. The study is a database: a file in the directory of the sweep, or a server for several
-machines. Optuna's heartbeat finds the trials of lost workers and queues these trials again. Such a trial continues in
-the directory of its run, from the newest checkpoint.
+The workers of a sweep share a study of Optuna. The study is a database: a file in the directory of the sweep, or a
+server for several machines. Optuna finds the trials of lost workers by its heartbeat, and queues these trials again. A
+queued trial continues in the directory of its run, from the newest checkpoint.
 """
 
 import json
@@ -36,22 +36,23 @@ if TYPE_CHECKING:
 DATABASE, DATABASE_LOCK, TRIALS = "optuna.db", "optuna.lock", "trials"
 BEST, BEST_LOCK = "best.yaml", "best.lock"
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned"}
-"""The states of trials that have ended, by Optuna's names."""
+"""The state in `sweep.json` of a trial that has ended, by the name of the trial's state in Optuna."""
 TRIALS_BY_DEFAULT = 20
 HEARTBEAT, GRACE = 10, 60
-"""A worker reports every HEARTBEAT seconds that it lives. After GRACE silent seconds its trial is queued again."""
+"""A worker reports every HEARTBEAT seconds that it lives. After GRACE seconds without a report, the worker's trial is
+queued again."""
 
 
 @dataclass(kw_only=True)
 class Search:
-    """A worker of a sweep. A sweep has one or several workers."""
+    """One worker of a sweep, which trains one trial at a time. A sweep has one or several workers."""
 
     name: str
-    """The recipe as the user named it."""
+    """The name or path of the recipe, as the user gave it."""
     overrides: Sequence[str]
-    """The settings of the recipe that all trials change."""
+    """The settings of the recipe that the user changes for all trials, as texts `KEY=VALUE`."""
     recipe: Recipe
-    """The recipe with these settings. Its `out` is the directory of the sweep."""
+    """The recipe with the changed settings (`overrides`). Its key `out` names the directory of the sweep."""
     settings: SweepSettings
     task: Task
     processes: int
@@ -59,7 +60,7 @@ class Search:
     count: int
     """The number of trials of all workers together."""
     flags: Sequence[str]
-    """The command-line options of each run."""
+    """The further command-line options of the run of each trial."""
     max_restarts: int
 
     def __post_init__(self) -> None:
@@ -70,15 +71,15 @@ class Search:
         self._shared_settings = self.settings.model_dump(mode="json", exclude={"storage"})
 
     def check_directory(self, *, goes_on: bool) -> None:
-        """Raise `UsageError` if the directory holds files, unless an earlier sweep `goes_on` in it."""
-        is_sweep = (self.out / DATABASE_LOCK).is_file()  # a sweep.json may be a file of another program
+        """Raise `UsageError` if the sweep's directory holds files. With `goes_on`, files of a sweep are allowed."""
+        is_sweep = (self.out / DATABASE_LOCK).is_file()  # another program may have written a sweep.json
         is_empty = not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir()))
         if not is_empty and not (is_sweep and goes_on):
             fix = "pass --resume auto to go on or to join its workers, or " if is_sweep else ""
             raise UsageError(f"{self.out}: exists already; {fix}choose another directory with out=DIR")
 
     def work(self) -> bool:
-        """Train trials until none is left to begin. Return whether the trials of all workers have ended.
+        """Train trials until no trial is left to begin. Return whether the trials of all workers have ended.
 
         Raises:
             InputError: all trials have ended, and no trial has a validation value.
@@ -89,7 +90,7 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.out.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.out / DATABASE_LOCK):  # two workers cannot make the tables of a database at once
+        with FileLock(self.out / DATABASE_LOCK):  # two workers cannot create the tables of a database at the same time
             study = self._opened()
         while True:
             optuna.storages.fail_stale_trials(study)
@@ -107,11 +108,11 @@ class Search:
         return True
 
     def finish(self) -> None:
-        """Record that the best settings are trained and tested."""
+        """Write the state `done` to `sweep.json`, after a model with the best settings was trained and tested."""
         replace_json(self.out / SWEEP, read_json(self.out / SWEEP) | {"state": "done"})
 
     def _opened(self) -> "Study":
-        """Open the study. The first worker makes it."""
+        """Open the study of the sweep, or create it. Raise `UsageError` if the study has other settings."""
         import optuna
         from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 
@@ -152,17 +153,17 @@ class Search:
         return TPESampler(seed=seed, constant_liar=True)  # running trials count as bad, so workers choose other values
 
     def _train(self, trial: "Trial") -> float:
-        """Train one trial in processes of its own, and return its validation value.
+        """Train one trial in its own processes, and return its validation value (see `_value`).
 
         Raises:
-            optuna.TrialPruned: the pruner has stopped the trial, or its settings diverge or do not fit into memory.
-                The sampler learns from such settings.
-            LostProcess: a process was lost. This says nothing about the settings.
+            optuna.TrialPruned: the pruner has stopped the trial, or training failed or gave no value. The sampler
+                learns to avoid such settings.
+            LostProcess: a process was lost, which says nothing about the settings.
             RunFailed: this worker was asked to stop. The trial is queued again.
         """
         import optuna
 
-        # Every trial has a seed of its own. With a common seed all workers would choose the same values.
+        # The sampler gets another random seed for each trial. Otherwise all workers would choose the same values.
         seed = int(np.random.SeedSequence([self.settings.seed, trial.number]).generate_state(1)[0])
         trial.study.sampler = self._sampler(seed)
         values = {key: _suggested(trial, key, space) for key, space in self.settings.space.items()}
@@ -174,8 +175,8 @@ class Search:
         reported, last_read, is_pruned = 0, 0.0, False
 
         def is_over(interval: float = 1.0) -> bool:
-            """Report new validations to Optuna, and return whether the trial is pruned. The metrics are read at most
-            once per `interval` seconds. The result depends only on values and steps, and not on the time of reading.
+            """Report new validations to Optuna, and return whether the trial is pruned. The run's metrics are read at
+            most once per `interval` seconds. The result does not depend on the times of these readings.
             """
             nonlocal reported, last_read, is_pruned
             if is_pruned or time.monotonic() < last_read + interval or (status := read_status(run)) is None:
@@ -212,7 +213,9 @@ class Search:
         raise optuna.TrialPruned if code in (0, 1) else LostProcess(reason)
 
     def _value(self, run: Path) -> float:
-        """Return the last validation value of a run, or its best value if the run keeps the best; NaN if undefined."""
+        """Return the sweep's metric at the last validation of a run, or at the best validation if the run keeps the
+        best checkpoint; NaN if the metric is undefined.
+        """
         lines, headline = _validations(run), self.task.columns[0]
         chosen = lines[-1]
         if recipe_file.load(run / "recipe.yaml").keeps_best:
@@ -250,8 +253,8 @@ class Search:
                 f"Trial {best['number']} is the best of {len(complete)} that were trained to their end: {value_text} "
                 f"with {shown(best['values'])}. This value is optimistic: the trial was selected by it."
             )
-            # The seed of the trials was a part of what was selected, so the best settings get another seed. The runs of
-            # the best settings have a directory of their own, which stays if an extended sweep finds better settings.
+            # The best trial was selected with its random seed, so the best settings get another seed. Their run has its
+            # own directory, which stays if the sweep is extended and finds better settings.
             settings = [override(key, value) for key, value in best["values"].items()]
             settings += [f"train.seed={self.recipe.train.seed + 1}", f"out={self.out / run}"]
             recipe = recipe_file.load(recipe_file.resolve(self.name), [*self.overrides, *settings])
@@ -280,17 +283,17 @@ def _validations(run: Path) -> list[dict[str, Any]]:
 
 
 def _by_run(trials: "Sequence[Any]") -> dict[str, Any]:
-    """Return the trials by the name of their run. A trial that was queued again replaces the lost trial."""
+    """Return the trials by the names of their runs. If a trial was queued again, only the newer trial is returned."""
     return {trial.user_attrs.get("run", f"{trial.number:03}"): trial for trial in trials}
 
 
 def _stored(space: SearchSpace, values: Sequence[Any]) -> list[Any]:
-    """Return values of a key as Optuna stores them. Choices are stored as JSON, since they may be lists."""
+    """Return values of a recipe key as Optuna stores them. Choices become JSON, because a choice may be a list."""
     return list(values) if space.choices is None else [json.dumps(value) for value in values]
 
 
 def _suggested(trial: "Trial", key: str, space: SearchSpace) -> Any:
-    """Return the value of a key that the sampler chooses."""
+    """Return the value that Optuna's sampler chooses for a recipe key in this trial."""
     if space.choices is not None:
         return json.loads(trial.suggest_categorical(key, _stored(space, space.choices)))
     suggest: Any = trial.suggest_int if space.is_whole else trial.suggest_float

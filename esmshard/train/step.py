@@ -1,4 +1,4 @@
-"""One optimizer step, the same mathematics on any number of ranks."""
+"""One optimizer step. The result does not depend on the number of ranks."""
 
 import math
 from collections.abc import Iterable
@@ -18,23 +18,23 @@ from esmshard.parallel.watch import Watch
 from esmshard.tasks.base import Task
 
 MAX_SKIPPED = 10
-"""The number of steps in a row with a non-finite loss or gradient after which the run stops with an error."""
+"""The run stops with an error after so many steps in a row with a loss or gradient that is not finite."""
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """The result of a step over all ranks."""
+    """The result of an optimizer step, over all ranks."""
 
     loss: float
     grad_norm: float
-    """The norm before clipping."""
+    """The norm of the gradients of all ranks before clipping."""
     residues: int
     skipped: bool
-    """Whether the loss or a gradient was not finite. In this case no rank changed its weights."""
+    """Whether no rank changed its weights, because the loss or a gradient was not finite or no record had a target."""
     ranks: list[list[float]]
-    """`Watch.numbers` of each rank; empty without a `Watch`."""
+    """The result of `Watch.numbers` on each rank; an empty list for each rank without a `Watch`."""
     asked: int
-    """The reason to stop, if any rank was asked to stop; else 0."""
+    """The number of the reason to stop, if any rank was asked to stop; otherwise 0."""
 
 
 @dataclass
@@ -42,16 +42,16 @@ class LossScale:
     """The scale that keeps fp16 gradients in range. The loss is multiplied by `value`, and the gradients are divided by
     `value`.
 
-    The scale changes as in torch's `GradScaler`. The gradient norm over all ranks shows an overflow, so all ranks skip
-    the step and change the scale together.
+    The scale changes as in torch's `GradScaler`. An overflow makes the gradient norm over all ranks non-finite, so all
+    ranks skip the step and change the scale together.
     """
 
     value: float = 2.0**16
     good_steps: int = 0
-    """The number of steps without an overflow since the last change of the scale."""
+    """How many steps without an overflow followed the last change of the scale."""
 
     def update(self, overflow: bool) -> None:
-        """Halve the scale after an overflow; double it after 2,000 good steps."""
+        """Halve the scale after an overflow. Double the scale after 2,000 steps in a row without an overflow."""
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
             self.value = max(1.0, self.value / 2)
@@ -78,18 +78,19 @@ def train_step(
         model: the model, laid out over the ranks.
         task: the task, which computes the loss.
         optimizer: the optimizer over the shards, with its learning rates set.
-        micro_batches: (batch, targets, whether it is a dummy). Every rank has the same number of micro-batches.
+        micro_batches: for each micro-batch, the batch, its targets, and whether it is a dummy that fills up this rank.
+            Every rank has the same number of micro-batches.
         clip: the maximum norm of the gradients.
         world: the ranks that take the step together.
         layout: the layout of the model over the ranks.
-        scale: the scale of the loss, in fp16 only. An overflow skips the step and halves the scale.
-        watch: measures the times of the step. The ranks exchange these times together with the numbers of the step.
-        asked: not 0 if this rank was asked to stop. All ranks receive this value in the same exchange.
+        scale: the scale of the loss; None except in fp16. After an overflow the step is skipped and the scale halved.
+        watch: the object that measures the times of the step. The ranks exchange these times with the other numbers.
+        asked: the reason if this rank was asked to stop; otherwise 0. The ranks exchange this number, too.
 
-    Losses are summed without scale, and FSDP sums gradients over ranks. Both sums are divided once, by the global
-    count, so the result does not depend on how records are assigned to ranks and micro-batches. The host waits for the
-    device once a step, for losses, counts and gradient norms. The host adds them in double precision, which Apple's
-    GPUs lack, and one small all-reduce exchanges them between the ranks.
+    Losses are summed, and FSDP sums gradients over ranks. Both sums are divided once, by the number of targets on all
+    ranks, so the result does not depend on how records are assigned to ranks and micro-batches. The host waits for the
+    device once a step, for losses, counts and gradient norms. The host adds these numbers in double precision, which
+    Apple's GPUs lack, and one small exchange brings them to all ranks.
     """
     optimizer.zero_grad(set_to_none=True)
     parts, residues = [], 0
@@ -104,7 +105,7 @@ def train_step(
         parts.append(torch.stack([part.sum.detach(), part.count]) * weight)
         residues += 0 if is_dummy else batch.n_residues
 
-    # A part of a gradient that several ranks hold is counted once.
+    # If several ranks hold copies of the same part of a gradient, this part is counted once in the norm.
     by_holders: dict[int, list[torch.Tensor]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         by_holders.setdefault(copies(parameter.grad), []).append(local(parameter.grad))
@@ -116,7 +117,7 @@ def train_step(
     numbers = [square, asked, loss_sum, count, residues]
     rows = world.rows([*numbers, *(watch.numbers() if watch else [])])
     total_square, reason = sum(row[0] for row in rows), int(max(row[1] for row in rows))
-    # Ranks that work together have computed the losses of the same records.
+    # Ranks that compute the same records together (`layout.together`) have the same losses.
     total_loss, total_count, total_residues = (sum(row[k] for row in rows[:: layout.together]) for k in (2, 3, 4))
     divisor = max(total_count, 1) * (scale.value if scale else 1.0)
     norm = math.sqrt(total_square) / divisor
@@ -132,7 +133,7 @@ def train_step(
 
 
 def too_many_skipped(in_a_row: int, step: int) -> None:
-    """Raise `InputError` after MAX_SKIPPED skipped steps in a row. More steps would not change the model."""
+    """Raise `InputError` after MAX_SKIPPED skipped steps in a row, since further steps would not change the model."""
     if in_a_row >= MAX_SKIPPED:
         error = InputError(
             f"step {step}: loss or gradient was not finite {in_a_row} times in a row; start again with a lower "

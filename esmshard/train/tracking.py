@@ -15,15 +15,15 @@ from esmshard.parallel.launch import environment
 from esmshard.progress import say
 
 WANDB_ID = "wandb-id"
-"""The file with the id of the run at Weights & Biases. A later attempt continues the same run."""
+"""The name of the file with the run's id at Weights & Biases. A later attempt continues the run with this id."""
 TRACKED = ("tensorboard", "wandb", WANDB_ID)
-"""The files that trackers leave in the directory of a run."""
+"""The files and directories that experiment trackers leave in the directory of a run."""
 
 
 def check_installed(trackers: Sequence[str]) -> None:
-    """Raise `UsageError` if the package of a tracker is not installed."""
+    """Raise `UsageError` if accelerate or the package of a tracker is not installed."""
     for name in trackers:
-        # If a directory in the working directory has the name of the package, it has no origin and is no package.
+        # A directory in the working directory may have the name of a package. The spec of this directory has no origin.
         missing = [package for package in ("accelerate", name) if getattr(find_spec(package), "origin", None) is None]
         if missing:
             extra = "track" if name == "tensorboard" else name
@@ -31,11 +31,11 @@ def check_installed(trackers: Sequence[str]) -> None:
 
 
 class Tracking:
-    """The trackers of a run, on its first rank. A tracker that fails is left out with one message, and the run goes on.
+    """The experiment trackers of a run. If a tracker fails, the run prints a message and goes on without this tracker.
 
     Args:
         out: the directory of the run.
-        names: the trackers of the recipe, `tensorboard` or `wandb`.
+        names: the trackers in the recipe: `tensorboard`, `wandb`, or both.
     """
 
     def __init__(self, out: Path, names: Sequence[str]) -> None:
@@ -43,8 +43,8 @@ class Tracking:
         self._trackers: dict[str, Any] = {}
 
     def begin(self, done: int, lost: int = 0) -> None:
-        """Open the trackers after `done` steps. The next `lost` steps are repeated: TensorBoard hides their earlier
-        values, and Weights & Biases, which cannot replace values, keeps the earlier ones.
+        """Open the trackers after `done` steps. The next `lost` steps are repeated. TensorBoard then shows their new
+        values. Weights & Biases cannot replace values, so it keeps the values of the earlier attempt.
         """
         self._repeated = range(done + 1, done + lost + 1)
         for name in self._names:
@@ -52,7 +52,7 @@ class Tracking:
                 self._trackers[name] = _opened(name, self._out, done)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Show the numbers of a line of metrics.jsonl if it is the line of a step or of a validation."""
+        """Send the numbers in a line of metrics.jsonl to the trackers. Lines of events are ignored."""
         if "event" in line:
             return
         prefix, step = f"{line['split']}/" if "split" in line else "", int(line["step"])
@@ -64,7 +64,7 @@ class Tracking:
                     tracker.log(numbers, step=step)
 
     def end(self, state: str, step: int) -> None:
-        """Show the test metrics if the run is done, and close the trackers. `step` is the number of steps done."""
+        """Send the test metrics to the trackers if the run is done, after `step` steps. Then close the trackers."""
         if self._trackers and state == "done" and (self._out / "evaluation.json").is_file():
             from esmshard.tasks.base import MAIN
 
@@ -72,7 +72,7 @@ class Tracking:
             self.log({"split": "test", "step": step, **{name: cell["value"] for name, cell in metrics.items()}})
         for name, tracker in list(self._trackers.items()):
             with self._failing(name):
-                if name == "wandb":  # the method of accelerate passes no exit code
+                if name == "wandb":  # accelerate's method passes no exit code
                     tracker.tracker.summary["status"] = state
                     tracker.tracker.finish(exit_code={"done": 0, "preempted": ExitCode.REQUEUE}.get(state, 1))
                 else:
@@ -93,7 +93,7 @@ def _opened(name: str, out: Path, done: int) -> Any:
     from accelerate.tracking import TensorBoardTracker, WandBTracker
     from ruamel.yaml import YAML
 
-    # accelerate must see a single process. This rank reports for all ranks, and joins no other process group.
+    # accelerate must see a single process: this rank reports for all ranks, and joins no further process group.
     sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
     with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
         PartialState(cpu=True)
@@ -101,7 +101,7 @@ def _opened(name: str, out: Path, done: int) -> Any:
         tracker = TensorBoardTracker(name, logging_dir=str(out), purge_step=done + 1)
         tracker.start()
         return tracker
-    several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", out.name)  # runs of one experiment
+    several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", out.name)  # `out` is one of several runs
     path = out / WANDB_ID
     if not path.is_file():  # an agent of a W&B sweep gives the id of one run, which several runs cannot share
         replace_text(path, (not several and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
