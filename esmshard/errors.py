@@ -29,7 +29,7 @@ class ExitCode(IntEnum):
     new start of the run may succeed.
     """
     REQUEUE = 75
-    """The run was asked to stop, has saved, and can continue (EX_TEMPFAIL)."""
+    """The run was asked to stop, has saved its work, and can continue (EX_TEMPFAIL)."""
     INTERRUPTED = 130
     """The user has interrupted the command by Ctrl-C."""
 
@@ -39,11 +39,11 @@ class InputError(ValueError):
 
     exit_code: int = ExitCode.FAILED
     shared = False
-    """Whether every rank raises the same error, so that only the first rank prints it."""
+    """Whether every rank raises the same error. If so, only the first rank prints the message."""
 
 
 class LostProcess(InputError):
-    """The error if another process of the run has ended or is stuck, so that this process cannot go on."""
+    """The error of a process that cannot go on, because another process of the run has ended or is stuck."""
 
     exit_code = ExitCode.LOST
 
@@ -62,12 +62,12 @@ class UsageError(InputError):
 
 
 class RunFailed(RuntimeError):
-    """The error if the processes of a run end before the run is done. The processes print the reason to stderr."""
+    """The error for a run whose processes ended before the run was done. The processes print the reason to stderr."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """The exit code of the process that failed first."""
+        """The exit code of the process whose failure ended the run."""
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def reading(what: str, fix: str) -> Iterator[None]:
     """Replace the errors that a wrong value causes in a `with` block by an `InputError`. `what` names the file that the
     block reads. `fix` tells the user what to do, and ends the message.
 
-    Use it for files that esmshard writes. If somebody changes such a file, nothing checks the new values before use.
+    Use this function for files that esmshard writes. Nothing checks the values if somebody has changed such a file.
     """
     try:
         yield

@@ -69,7 +69,7 @@ class Model:
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """The device that holds the weights."""
         return self.esm.embed_tokens.weight.device
 
     @property
@@ -135,7 +135,7 @@ class Model:
         how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # `Embedder` checks the mode.
         given = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
         track_arrays = self._tracks(tracks, given)
-        most = self.config.most_tokens if how.mode == "full" else None  # Learned positions end.
+        most = self.config.most_tokens if how.mode == "full" else None  # Learned positions limit the number of tokens.
         for name, sequence in zip(given.names, given.tokens, strict=True):
             if most is not None and len(sequence) > most:
                 raise InputError(
@@ -311,7 +311,7 @@ def load(
     Args:
         model: the directory of a fine-tuned model (`runs/contact/model`), of a `transformers` model or of an adapter;
             a `.pt` file of fair-esm; the name of a released model such as `esm2_t33_650M_UR50D`, or `OWNER/NAME` on the
-            Hugging Face hub, which are downloaded; or `starter` or `demo`.
+            Hugging Face hub (both are downloaded); or `starter` or `demo`.
         device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or else the CPU.
         dtype: the dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
         join: how the chains of a sequence are joined, as `linker:25,gap:512`; by default as in training, or by 25

@@ -61,7 +61,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`: optimizer steps (`loss`, `lr`, ...), validations (`split`), events (`event`)."""
+        """The lines of `metrics.jsonl`: optimizer steps (`loss`, `lr` ...), validations (`split`), events (`event`)."""
         if parts := self.runs:
             raise InputError(f"{self.path}: several runs; each of .runs has its own metrics ({', '.join(parts)})")
         from esmshard.train.run_dir import METRICS, metrics_of
@@ -216,7 +216,7 @@ def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of a call of `esmshard.finetune` or of the command, which `esmshard.finetune` documents.
+    """The options of a run. The docstring of `esmshard.finetune` describes the fields that have no text here.
 
     Raises:
         UsageError: two options contradict each other.

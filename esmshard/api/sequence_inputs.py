@@ -28,7 +28,7 @@ A string is always a sequence and never a path.
 
 @dataclass(frozen=True)
 class SequenceInputs:
-    """N sequences that were read, in their order."""
+    """The tokens, names and ids of N sequences, in the order of the input."""
 
     tokens: list[npt.NDArray[np.uint8]]
     """The tokens `<cls> ... <eos>` of each sequence, uint8 [L + 2]."""

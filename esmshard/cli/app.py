@@ -58,7 +58,7 @@ ADDRESSES = {
 
 
 def with_addresses(command: Command, values: dict[str, Any]) -> None:
-    """Copy the arguments that are addresses in buckets, run the command, and upload the result if `-o` is an address."""
+    """Copy arguments that are addresses in buckets, run the command, and upload the result if `-o` is an address."""
     name, upload = command.__name__, None
     for key, value in list(values.items()):
         addresses = value if isinstance(value, list) else [value]

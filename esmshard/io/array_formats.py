@@ -124,7 +124,7 @@ def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
 
 
 class FormatWriter(Writer):
-    """The base class of the writers, one for each format. `add` is called once for each record, in input order.
+    """The base class of the writers of all formats. `add` is called once for each record, in input order.
 
     The docstring of each subclass describes its files.
     """
@@ -196,7 +196,7 @@ class Hdf5Format(FormatWriter):
     Each data set has the attribute `original_id`. If the record has several chains, the attribute `chain_lengths` has
     the number of residues of each chain. If two ids give the same key, the later key gets a number. With several
     outputs, each output has a group of data sets. The HDF5 attributes of the file are `About.attributes`, `dim` and, if
-    known, `records`. The same rows give the same bytes.
+    known, `records`. The same rows always give the same bytes.
     """
 
     default_pool = "residue"
@@ -304,7 +304,7 @@ class BlockFormat(FormatWriter):
     """The base class of writers that keep rows in memory, and write many rows at once as a block."""
 
     BLOCK: ClassVar[float] = 1 << 20
-    """The minimum number of values in a block. Rows with fewer values stay in memory until the end."""
+    """The number of values in memory at which the rows are written as a block."""
 
     def open(self) -> None:
         self._waiting: list[Row] = []

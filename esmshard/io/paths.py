@@ -25,7 +25,7 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Provide a new open file of UTF-8 text, or of bytes if `binary` is set. It replaces `path` when the block ends.
+    """Provide a new open file, of UTF-8 text or (with `binary`) of bytes. The file replaces `path` when the block ends.
 
     The new file has a temporary name until all its bytes are on disk, and is then renamed to `path`. If the block ends
     with an error, the new file is removed, and an older file at `path` stays.
@@ -121,7 +121,7 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
 
 
 def check_replaced(out: Path, written: Collection[str], marker: str | None = None) -> None:
-    """Check that the command may replace the directory `out`. A directory that does not exist is no error.
+    """Check that a command may replace the directory `out`, since `out` is missing or has only files of a result.
 
     Args:
         out: the directory that the result would replace as a whole.
@@ -150,7 +150,7 @@ def settle(out: Path) -> list[str]:
     """Remove what killed calls of `whole_directory` for `out` left behind. If only `.old-NAME` exists, restore `out`.
 
     Returns:
-        A sentence for each scratch directory of another machine. It stays, since its process may still run.
+        A sentence for each scratch directory of another machine, which stays because its process may still run.
     """
     out = _absolute(out)
     old = out.with_name(f".old-{out.name}")
@@ -182,7 +182,7 @@ def _absolute(out: Path) -> Path:
 
 
 def _work(out: Path) -> Path:
-    """Return a new path with machine and process in its name. `mkdtemp` is no choice: group members cannot read it."""
+    """Return a new path with machine and process in its name. Other users could not read a `mkdtemp` directory."""
     return out.with_name(f".tmp-{out.name}-{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:8]}")
 
 
@@ -286,10 +286,10 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return the path of a model for a file in `directory` that users share, without the user's home directory.
+    """Return `path`, the path of a model, in the form that a shared file in `directory` uses: without the home directory.
 
     An absolute path becomes relative to `directory`, and begins with `./` or `../`. It becomes `./NAME` if it shares
-    with `directory` only the root or a parent of the home directory. Relative paths and hub names do not change.
+    with `directory` only the root or a parent of the home directory. Relative paths and hub names stay as they are.
     """
     if not Path(path).is_absolute():
         return path
@@ -302,7 +302,7 @@ def shared_place(path: str, directory: Path) -> str:
 
 
 def found_place(name: str, directory: Path) -> str:
-    """Return a path of `shared_place` (it begins with `./` or `../`) as an absolute path. Other names do not change."""
+    """Return a path that begins with `./` or `../` as an absolute path below `directory`; other names unchanged."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 
@@ -322,7 +322,7 @@ def cache_directory() -> Path:
 
 @contextmanager
 def locked_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the cache path of a key, and hold a lock. Other processes that ask for the same key wait."""
+    """Provide the path of the cache directory for a key, and lock the key: other processes with this key wait."""
     from filelock import FileLock  # This import is slow.
 
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -363,6 +363,6 @@ def _is_whole(directory: Path) -> bool:
 
 
 def shipped(kind: Literal["recipes", "data"]) -> Path:
-    """Return the directory of the shipped recipes or sample data, in the installed package or in a clone."""
+    """Return the directory of the shipped recipes or sample data, in the installed package or in a git clone."""
     installed = Path(__file__).parents[1] / "_shipped" / kind
     return installed if installed.is_dir() else Path(__file__).parents[2] / kind

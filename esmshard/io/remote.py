@@ -150,7 +150,7 @@ class RemoteDirectory:
 
 @functools.cache
 def _library(scheme: str, process: int) -> Any:
-    """Return the fsspec file system of a process. A fork lacks the threads of its parent, so it needs a new one."""
+    """Return an fsspec file system for a process. The file system has threads, which are lost in a forked process."""
     import fsspec
 
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)

@@ -10,8 +10,8 @@ In a table, these column names are known, in upper or lower case:
 
 | content | column names |
 |---|---|
-| sequences | one of SEQUENCE_NAMES; else a pair of CHAIN_NAMES; else `protein`, as in SaprotHub's tables |
-| ids | `id`, else one of ID_NAMES; without such a column, the id of line 17 is `row_17` |
+| sequences | one of `SEQUENCE_NAMES`; else a pair of `CHAIN_NAMES`; else `protein`, as in SaprotHub's tables |
+| ids | `id`, else one of `ID_NAMES`; without such a column, the id of line 17 is `row_17` |
 | sets | `set` or `split`, with `validation` as in FLIP's tables; else `stage`, if all its cells name sets |
 """
 
@@ -194,7 +194,7 @@ class ConvertedSource(io.BytesIO):
 
 
 def read_format(path: Path, kind: str) -> ConvertedSource:
-    """Convert a file in the format `kind` (a key of FORMATS) to FASTA text. The file may be compressed.
+    """Convert a file in the format `kind` (a key of `FORMATS`) to FASTA text. The file may be compressed.
 
     Raise `InputError` if the file cannot be read or has no record.
     """
@@ -473,7 +473,7 @@ class _Reader:
     def _unusual(
         self, name: bytes, header: bytes, body: bytes, where: tuple[int, bytes, int]
     ) -> list[tuple[bytes, bytes, bytes]]:
-        """Apply the rules to an unusual record. Return the id, header and tokens of each record that comes of it."""
+        """Apply the rules to an unusual record. Return the id, header and tokens of each resulting record."""
         record_id = name.decode()
         try:
             tokens = clean(body.decode(), self._rules, self._edits, record_id)

@@ -46,7 +46,7 @@ from esmshard.vocab import ALPHABET_HASH
 FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
-"""The arrays with a number for each record: its length in residues, its header's size in bytes, its id's hash."""
+"""The arrays of `columns.npz`, one number for each record: residues, size of the header in bytes, hash of the id."""
 _OPEN_SHARDS = 256
 """The maximum number of shards that stay mapped into memory. Each mapped shard uses a file descriptor."""
 _SAMPLE = 10_000
@@ -338,7 +338,7 @@ def ingest(
         say: is called with a message about the number of records, every few seconds.
 
     Raises:
-        InputError: a file cannot be read, a record breaks the rules, no record is left, or an id repeats.
+        InputError: a file cannot be read, a record breaks the rules, ids repeat, or no record is left.
         UsageError: `out` exists and `overwrite` is false, or `out` is no store.
     """
     if out.name in ("", ".."):
@@ -477,7 +477,7 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
     """Open a store, or ingest a sequence file into the cache and open the cached store.
 
     The cache is `$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`. Its keys have the path,
-    the `paths.state` and the rules, so an edited file is read again. While a process reads a file, others wait.
+    the `paths.state` and the rules, so an edited file is read again. During the reading, other processes wait.
 
     `linker` is the required number of tokens between two chains. If `linker` is None, a file gets `rules.linker`, and a
     store may have any linker. Raise `InputError` if the path cannot be read, or if a store has another linker.

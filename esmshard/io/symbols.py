@@ -137,9 +137,9 @@ class Rules:
     max_length: int | None = None
     """The maximum length in residues. `long` is the treatment of longer sequences. None means no maximum."""
     on_nucleotides: Literal["error", "keep"] = "error"
-    """The treatment of a file that looks like DNA or RNA (`nucleotides`): `error` refuses it, `keep` reads it."""
+    """The treatment of a file that seems to be DNA or RNA (see `nucleotides`): `error` refuses it, `keep` reads it."""
     linker: int = LINKER
-    """The number of `SEPARATOR` tokens between two chains of a record (`esmshard.vocab.Chains.tokens`)."""
+    """The number of `SEPARATOR` tokens between two chains of a record (property `esmshard.vocab.Chains.tokens`)."""
     sequence_column: str | None = None
     """The name of the sequence column of a table; None means that the reader looks for a known name."""
     id_column: str | None = None
@@ -171,7 +171,7 @@ class RefusedSymbols(Exception):
 
 @dataclass
 class Edits:
-    """Counts of the changes that a reader makes, and of the records or chains that it leaves out.
+    """Counts of the changes that a reader makes, and of the records or chains that the reader leaves out.
 
     Each kind of edit is a text. Most kinds count records, such as `gaps were removed`. A kind that counts other items
     has `(s)` after its noun, as in `chain(s) left out`.
@@ -220,7 +220,7 @@ def shown(name: str) -> str:
 
 def table(rules: Rules, others: Mapping[str, int]) -> bytes:
     """Make a table for `bytes.translate` that turns residue letters, and gaps if they are kept, into tokens. `others`
-    has the codes of further characters. All other bytes become the code STRANGE.
+    has the codes of further characters. All other bytes become the code `STRANGE`.
     """
     codes = bytearray([STRANGE]) * 256
     for letter in _kept(rules):
@@ -295,7 +295,7 @@ def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -
     """Apply `rules.long` to a sequence. Return the id, header and tokens of each record that the sequence becomes.
 
     Raises:
-        RefusedSymbols: a sequence over `max_length` is an error (`rules.long`), or its linkers alone fill a window.
+        RefusedSymbols: a sequence over `max_length` is an error by `rules.long`, or its linkers fill a whole window.
     """
     length, most, record_id = len(tokens), rules.max_length, name.decode()
     if most is None or length <= most or rules.long == "full":

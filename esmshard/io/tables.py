@@ -1,7 +1,7 @@
 """Reads tables: text files with commas, tabs or semicolons, Parquet files and Excel workbooks. Writes CSV tables.
 
 Every cell stays text until `Table.numbers` converts its column. Every row keeps its line number for messages. Blank
-lines, rows of empty cells, and columns without a name and values are left out without a message.
+lines, rows of empty cells, and columns without name and values are left out without a message.
 
 Text files are read with the csv module, since pandas does not give the line of a row, and its import takes 1.0 s.
 """
@@ -78,7 +78,7 @@ class Table:
         )
 
     def only_column(self, names: Sequence[str], fix: str) -> str | None:
-        """Return the column whose name is in `names`, in upper or lower case; None if the table has no such column.
+        """Return the name of the column that is in `names`, in upper or lower case; None if there is no such column.
 
         Raises:
             InputError: the table has several such columns. The message ends with `fix`.
@@ -168,7 +168,7 @@ def read_table(path: Path) -> Table:
     separators and line breaks. A column without a name gets a name such as `column 3`, unless all its cells are empty.
 
     Raises:
-        InputError: the file cannot be read, has no rows, or has a row of another width; the message names the line.
+        InputError: the file cannot be read, has no rows, or has a row with too many or too few cells.
     """
     suffix, divided = path.suffix.lower(), ""
     if suffix in (PARQUET, WORKBOOK):
@@ -243,7 +243,7 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
     with open(path, "rb") as file:
         try:
             for sheet in openpyxl.load_workbook(file, read_only=True, data_only=True).worksheets:
-                sheet.reset_dimensions()  # The file may state a wrong size of the sheet, and cells would be lost.
+                sheet.reset_dimensions()  # Otherwise cells are lost if the file states a wrong size of the sheet.
                 rows = enumerate(map(_cells, sheet.iter_rows(values_only=True)), 1)
                 if cells := [(row, number) for number, row in rows if any(row)]:
                     sheets[sheet.title] = cells

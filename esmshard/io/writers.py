@@ -173,7 +173,7 @@ def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> 
 
 
 def write_failures(path: Path, failures: Sequence[tuple[str, int, str]]) -> None:
-    """Write the id, the number of residues and the reason of each failed record. Remove the file if none failed."""
+    """Write id, number of residues and reason of each failed record. If no record failed, remove the file."""
     path.unlink(missing_ok=True)
     if not failures:
         return

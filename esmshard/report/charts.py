@@ -136,7 +136,7 @@ def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequenc
 
 
 def reliability(axes: Any, count: Values, confidence: Values, accuracy: Values) -> None:
-    """Draw a dot for each bin of predicted probabilities: the share that came true. More predictions, larger dot."""
+    """Draw the share of predictions that came true by predicted probability. Larger dots have more predictions."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     axes.scatter(confidence, accuracy, s=14 + 70 * count / count.max(initial=1), color=BLUE, alpha=0.8, linewidths=0)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="share that came true")
@@ -181,7 +181,7 @@ def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mappin
 def heat_map(
     value_AP: Values, first: int, wild_P: npt.NDArray[np.int64], letters: str, limits: tuple[float, float], label: str
 ) -> str:
-    """Return a substitution map as a data URI. It has a row for each letter; blocks of positions are below each other.
+    """Return a substitution map as a data URI: a row for each letter, and blocks of positions below each other.
 
     Args:
         value_AP: the value of each letter at each position; NaN for a missing value.
