@@ -286,7 +286,7 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return `path`, the path of a model, in the form that a shared file in `directory` uses: without the home directory.
+    """Return a model's path in the form that a shared file in `directory` uses, without the user's home directory.
 
     An absolute path becomes relative to `directory`, and begins with `./` or `../`. It becomes `./NAME` if it shares
     with `directory` only the root or a parent of the home directory. Relative paths and hub names stay as they are.
