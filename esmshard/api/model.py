@@ -257,7 +257,7 @@ class Model:
 
     def _tracks(self, tracks: Tracks | None, given: SequenceInputs) -> list[dict[str, npt.NDArray[Any]]]:
         """Return the track arrays [L + 2, ...] of each sequence, by the name of the track. If the model was fine-tuned
-        with other tracks, warn the user.
+        with a track that is missing, warn the user.
 
         Raises:
             UsageError: the model reads no track of this name, or there are not as many entries as sequences.

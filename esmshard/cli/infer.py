@@ -96,7 +96,7 @@ def embed(
     dry_run: Annotated[bool, Option("--dry-run", help="Print the size of input and output, and stop.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the embeddings of sequences in input order. They have no rows of the tokens <cls> and <eos>."""
+    """Write embeddings of sequences in input order. Residue embeddings have no rows for the tokens <cls> and <eos>."""
     from esmshard.data.tracks import named_tracks
 
     if out is None:

@@ -538,7 +538,7 @@ def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Record:
-    """One record. The sequence has letters of `vocab.RESIDUES`, `:` between chains, and gaps or masks by the rules."""
+    """One record. `sequence` has letters of `vocab.RESIDUES` and `:` between chains. Rules may allow gaps and masks."""
 
     id: str
     description: str

@@ -89,7 +89,7 @@ class TokenStore:
 
     @functools.cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """The number of tokens of each record with linkers, without `<eos>`, int32 [N]; at most `sequences.LONGEST`."""
+        """The number of tokens of each record, with linkers between chains and without `<eos>`, int32 [N]."""
         lengths = np.empty(len(self), np.int32)
         np.subtract(self.offsets[1:], self.offsets[:-1], out=lengths, casting="unsafe")
         return lengths - 1
