@@ -44,7 +44,7 @@ _WHERE = {
     "write_transformers": "esmshard.model.export",
 }
 
-__all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # all are strings
+__all__ = [*_WHERE, "__version__"]  # noqa: PLE0604  # All items are strings.
 
 if TYPE_CHECKING:
     from esmshard.api.model import Model, SequenceEmbedder, load

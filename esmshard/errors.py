@@ -1,7 +1,7 @@
 """The exceptions for mistakes of a user. Any other exception is a bug.
 
-The command line prints the message of an `InputError` as one sentence and returns its `exit_code`; Python users catch
-it as a `ValueError`. The message says what is wrong, where (file, line, record), and how to fix it.
+For an `InputError` the command line prints the message as one sentence, and ends with its `exit_code`. Python users
+can catch a `ValueError`. The message says what is wrong, where (file, line, record), and how to fix the mistake.
 """
 
 import errno
@@ -13,45 +13,45 @@ from pathlib import Path
 
 
 class ExitCode(IntEnum):
-    """The exit codes of the commands. A signal N that ends a process without saving gives 128 + N."""
+    """The exit codes of the commands. If signal N ends a process that has not saved its work, the code is 128 + N."""
 
     DONE = 0
     FAILED = 1
     """Data, weights or a checkpoint cannot be used, or a run has failed."""
     USAGE = 2
-    """The command line or the recipe is wrong. Nothing was begun."""
+    """The command line or the recipe is wrong. The command has begun no work."""
     RUNNING = 3
-    """`esmshard status`: a run has not ended."""
+    """The code of `esmshard status` for a run that has not ended."""
     LOST = 69
-    """Another process has ended or is stuck (EX_UNAVAILABLE). The run may succeed if it is started again."""
+    """Another process of the run has ended or is stuck (EX_UNAVAILABLE). A new start of the run may succeed."""
     CRASHED = 70
-    """A traceback (EX_SOFTWARE): an error of esmshard or of a library, not a mistake of the user. The run may succeed
-    if it is started again.
+    """An error of esmshard or of a library, not a mistake of the user (EX_SOFTWARE). The command prints a traceback. A
+    new start of the run may succeed.
     """
     REQUEUE = 75
-    """The run was asked to stop, has saved, and can continue (EX_TEMPFAIL)."""
+    """The run was asked to stop, has saved its work, and can continue (EX_TEMPFAIL)."""
     INTERRUPTED = 130
-    """Ctrl-C."""
+    """The user has interrupted the command by Ctrl-C."""
 
 
 class InputError(ValueError):
-    """Data, weights or a checkpoint cannot be used."""
+    """The error for data, weights or a checkpoint that cannot be used."""
 
     exit_code: int = ExitCode.FAILED
     shared = False
-    """Whether every rank raises the same error, so that only the first rank prints it."""
+    """Whether every rank raises the same error. If so, only the first rank prints the message."""
 
 
 class LostProcess(InputError):
-    """Another process of the run has ended or is stuck, so this process cannot go on."""
+    """The error of a process that cannot go on, because another process of the run has ended or is stuck."""
 
     exit_code = ExitCode.LOST
 
 
 class UsageError(InputError):
-    """A command line or a recipe cannot be used.
+    """The error for a command line or a recipe that cannot be used.
 
-    A recipe may be wrong in several places; `problems` has one sentence for each.
+    A recipe may have several mistakes. The attribute `problems` has one sentence for each mistake.
     """
 
     exit_code = ExitCode.USAGE
@@ -62,20 +62,20 @@ class UsageError(InputError):
 
 
 class RunFailed(RuntimeError):
-    """The processes of a run ended before the run was done. They have printed the reason to stderr."""
+    """The error for a run whose processes ended before the run was done. The processes print the reason to stderr."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
         self.exit_code = exit_code
-        """The exit code of the process whose failure was the cause."""
+        """The exit code of the process whose failure ended the run."""
 
 
 @contextmanager
 def reading(what: str, fix: str) -> Iterator[None]:
-    """Turn errors of a `with` block that reads values of the file `what` into one `InputError` with a `fix`.
+    """Replace the errors that a wrong value causes in a `with` block by an `InputError`. `what` names the file that the
+    block reads. `fix` tells the user what to do, and ends the message.
 
-    This is for files that esmshard writes and that somebody may have changed. Nothing checks their values before the
-    use, so a wrong value raises the error of the operation that uses it.
+    Use this function for files that esmshard writes. Nothing checks the values if somebody has changed such a file.
     """
     try:
         yield
@@ -88,19 +88,19 @@ def reading(what: str, fix: str) -> Iterator[None]:
 
 
 _NO_ROOM = ("No space left", "File too large", "Disk quota exceeded", " requested and ", "iostream error")
-"""Texts in errors of numpy, zip archives, HDF5, safetensors and torch. These errors have no error number."""
+"""Texts in errors about a full disk from libraries (numpy, HDF5, safetensors, torch) that give no error number."""
 
 
 @contextmanager
 def writing(out: Path, fix: str = "make room, or choose another place, and run the command again") -> Iterator[None]:
-    """Turn the error of a `with` block that writes `out` to a full or read-only disk into one `InputError`."""
+    """Replace an error about a full or read-only disk, in a `with` block that writes `out`, by an `InputError`."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        # A missing permission is another error: it may be a permission to read, and its message has the path.
+        # A missing permission is not replaced: it may concern a file to read, and its message has the path.
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             reason = os.strerror(number).lower()
         elif any(text in str(error) for text in _NO_ROOM):

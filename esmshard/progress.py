@@ -1,25 +1,25 @@
-"""Progress on stderr: a bar on a terminal; one line every few seconds in the log of a batch job."""
+"""Progress on stderr: a bar on a terminal, or a line every few seconds in the log of a batch job."""
 
 import sys
 import time
 from types import TracebackType
 
 INTERVAL = 5.0
-"""The seconds between two lines if stderr is no terminal."""
+"""The minimum time between two lines of progress in seconds, if stderr is no terminal."""
 
 
 class Progress:
-    """A counter up to `total`. From the second update on it shows the remaining time. With `show=False`, as on all
-    ranks except the first, it shows nothing.
+    """A counter up to `total`, with the remaining time from the second update on. With `show=False`, as on all ranks
+    except the first, the counter prints nothing.
 
-    rich derives the remaining time from the latest 1,000 updates. It leaves out the first update, the warm-up.
+    The library rich estimates the remaining time from the latest 1,000 updates, without the first (the warm-up).
 
     >>> with Progress("embed", total=2, show=False) as progress:
     ...     progress.update(1, "10 residues/s")
     """
 
     def __init__(self, title: str, total: int, *, show: bool = True) -> None:
-        from rich import progress as bars  # takes a tenth of a second
+        from rich import progress as bars  # This import takes a tenth of a second.
         from rich.console import Console
         from rich.table import Column
 
@@ -36,8 +36,8 @@ class Progress:
             bars.TextColumn("left"),
             bars.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=console,
-            expand=True,  # so that a narrow terminal cuts the text
-            redirect_stdout=False,  # it would lead to stderr
+            expand=True,  # So a narrow terminal cuts the text, not the bar.
+            redirect_stdout=False,  # Otherwise stdout would be written to stderr.
             refresh_per_second=4,
             speed_estimate_period=float("inf"),
             get_time=time.monotonic,
@@ -54,12 +54,12 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._has_bar:
-            # The bar stays if the work is done or has failed, and vanishes if fewer items came than expected.
+            # The bar stays if the work is done or has failed. It vanishes if there were fewer items than expected.
             self._bar.update(self._task.id, visible=self._task.finished or kind is not None)
             self._bar.stop()
 
     def update(self, done: int, text: str) -> None:
-        """Show that `done` of `total` are finished, with a text. Without a bar, the last call always prints a line."""
+        """Show that `done` of `total` items are finished, and a text. The last item is shown even without a bar."""
         self._bar.update(self._task.id, completed=done, text=printable(text))
         now = time.monotonic()
         if self._show and not self._has_bar and (done == self._total or now - self._last_line >= INTERVAL):
@@ -68,12 +68,12 @@ class Progress:
 
 
 def say(message: str) -> None:
-    """Print one line on stderr."""
+    """Print one line on stderr, with control characters escaped."""
     print(printable(message), file=sys.stderr, flush=True)
 
 
 def printable(message: str) -> str:
-    r"""Return a message with every control character escaped. A quotation from a file could control a terminal.
+    r"""Return a message with every control character escaped, since text from a file could control a terminal.
 
     >>> printable("unknown key '\x1b[31mlr'")
     "unknown key '\\x1b[31mlr'"
@@ -82,7 +82,7 @@ def printable(message: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format seconds as `45s`, `12m05s` or `3h20m`; `?` if they are unknown.
+    """Format a duration as `45s`, `12m05s` or `3h20m`; `?` if it is negative, infinite or NaN.
 
     >>> duration(725), duration(12000)
     ('12m05s', '3h20m')
@@ -98,7 +98,7 @@ def duration(seconds: float) -> str:
 
 
 def rate(per_second: float) -> str:
-    """Format a rate with three digits: `850`, `12.3k`, `1.20M`.
+    """Format a rate with up to three digits, as `850`, `12.3k` or `1.20M`.
 
     >>> rate(12345)
     '12.3k'

@@ -1,1 +1,1 @@
-"""The Python interface: fine-tuning, a run's directory, an opened model, and a scikit-learn transformer."""
+"""The Python interface: fine-tuning, directories of runs, opened models, and a scikit-learn transformer."""

@@ -1,4 +1,4 @@
-"""An opened model in Python: `esmshard.load`, and its embeddings as a scikit-learn transformer."""
+"""Opened models in Python: `esmshard.load`, its class `Model`, and a scikit-learn transformer of embeddings."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,54 +37,54 @@ from esmshard.vocab import BETWEEN, SEPARATOR, decode, join_option
 Array = npt.NDArray[np.float32]
 
 Tracks = Mapping[str, Any]
-"""The entries of each track by its name: one entry for a single sequence, else a list with an entry for each sequence,
-or a dictionary of entries by id. An entry is a string of letters, an array of codes [L], or an array of coordinates
-[L, 3, 3]. None, or an absent id, means an unknown entry.
+"""Further inputs for each residue, by the name of the track: for a single sequence one entry, otherwise a list of
+entries in the order of the sequences, or a dictionary of entries by id. An entry is a string of letters, an array of
+codes [L], or an array of coordinates [L, 3, 3]. None, or an id without an entry, means that the track is unknown.
 """
 
 
 class Model:
-    """A protein language model, with its fine-tuned head if it has one. `load` opens it.
+    """A protein language model, with its fine-tuned head if it has one. The function `load` opens a model.
 
-    Sequences are a list of strings, a dictionary of strings, or the `pathlib.Path` of a FASTA file or token store.
-    Results have the same order. A single string gives the result of one sequence. Sequences are read as in FASTA files:
-    lower case, a `*` at the end, gaps and `J` are corrected with a warning. Any other character that is no residue is
-    an `InputError`, and so is DNA or RNA. The model adds `<cls>` and `<eos>`; no result contains them, except the pool
-    `cls`. A `:` divides the chains of a complex, as `MKT:MKV`: they are one sequence for the model, and results have
-    the residues of one chain after the other (docs/chains.md).
+    Sequences are a list of strings, a dictionary of strings, or the `pathlib.Path` of a FASTA file, table or token
+    store. Results have the order of the sequences. A single string gives the result of one sequence. Lower case, a `*`
+    at the end, gaps and `J` are corrected with a warning. Any other character that is no residue is an `InputError`,
+    and so is DNA or RNA. The model adds `<cls>` and `<eos>`, which no result contains, except the pool `cls`. A `:`
+    divides the chains of a complex, as `MKT:MKV`. The chains are one sequence for the model, and results have the
+    residues of one chain after the other (docs/chains.md).
     """
 
     def __init__(self, name: str, esm: Trunk, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
         self.name = name
         self.esm = esm
-        """The trunk, a `torch.nn.Module`."""
+        """The transformer without a fine-tuned head, a `torch.nn.Module`."""
         self.tuned = tuned
-        """The trunk and head as one module, and the task; None for a model without a head."""
+        """The transformer and the fine-tuned head as one module, with the task; None for a model without a head."""
         self._unlearned = tuple(unlearned)
 
     @property
     def config(self) -> ModelConfig:
-        """The architecture: layers, width, heads."""
+        """The architecture of the model: number of layers, width, attention heads and so on."""
         return self.esm.config
 
     @property
     def device(self) -> torch.device:
-        """The device of the weights."""
+        """The device that holds the weights."""
         return self.esm.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of weights and arithmetic of the trunk."""
+        """The dtype of the transformer's weights and arithmetic."""
         return self.esm.embed_tokens.weight.dtype
 
     @property
     def task(self) -> str | None:
-        """The task of the fine-tuned head, such as `sequence`; None without a head."""
+        """The task of the fine-tuned head, such as `sequence`; None for a model without a head."""
         return None if self.tuned is None else str(self.tuned.about["recipe"]["task"]["name"])
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns of `predict`: targets, classes or amino acids; empty for pair maps and without a head."""
+        """The columns of `predict`: targets, classes or amino acids; empty for pair maps or a model without a head."""
         return () if self.tuned is None else self.tuned.task.names
 
     def __repr__(self) -> str:
@@ -104,24 +104,24 @@ class Model:
         """Compute embeddings, float32.
 
         Args:
-            sequences: N sequences; see the class.
-            pool: `mean`, `max` and `cls` give [N, D]; `residue` gives a list of [L, D], `logits` of [L, 33] over
-                `esmshard.vocab.TOKENS`, `contacts` of [L, L] by the language model's own regression,
-                `attentions` of [H, L, L], the maps of all heads of a layer. Several pools are a list.
-            layers: 0 (embedding, without `attentions`) to the number of layers; the last by default. Several layers are
-                a list.
+            sequences: N sequences; see the class `Model`.
+            pool: `mean`, `max` and `cls` give an array [N, D]. Other pools give a list of arrays: `residue` [L, D],
+                `logits` [L, 33] over `esmshard.vocab.TOKENS`, `contacts` [L, L] by the language model's own
+                regression, `attentions` [H, L, L] of all heads of a layer. For several pools, give a list.
+            layers: 0 (embedding, without `attentions`) to the number of layers; the last by default. For several
+                layers, give a list.
             long: the treatment of sequences that are longer than the sequences of training: `full`, `window` or
                 `truncate`, or an `embed.spec.Long`.
-            tokens: tokens computed at once. A longer sequence is computed alone.
-            tracks: further inputs for each residue, for models that read them; see `Tracks`.
+            tokens: the maximum number of tokens computed at once. A longer sequence is computed alone.
+            tracks: further inputs for each residue, for models that read tracks; see `Tracks`.
 
         Returns:
-            An array or list. If `pool` or `layers` is a list, it is a dictionary of arrays or lists by names such as
-            `mean_6`.
+            An array or list. If `pool` or `layers` is a list, the result is a dictionary of arrays or lists by names
+            such as `mean_6`.
 
         Raises:
-            InputError: if a sequence cannot be read, memory does not suffice, or the requested part of the model was
-                never trained.
+            InputError: a sequence cannot be read, memory does not suffice, or the requested part of the model was never
+                trained.
         """
         pools = [pool] if isinstance(pool, str) else list(pool)
         several = not (isinstance(pool, str) and (layers is None or isinstance(layers, int)))
@@ -132,10 +132,10 @@ class Model:
         for pool_name, part in (("logits", "lm_head"), ("contacts", "contact_head")):
             if pool_name in pools:
                 self._require(part)
-        how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # the embedder checks it
+        how = long if isinstance(long, Long) else Long(long)  # type: ignore[arg-type]  # `Embedder` checks the mode.
         given = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
         track_arrays = self._tracks(tracks, given)
-        most = self.config.most_tokens if how.mode == "full" else None  # a table of learned positions ends
+        most = self.config.most_tokens if how.mode == "full" else None  # Learned positions limit the number of tokens.
         for name, sequence in zip(given.names, given.tokens, strict=True):
             if most is not None and len(sequence) > most:
                 raise InputError(
@@ -157,11 +157,11 @@ class Model:
     def contacts(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute contact probabilities, symmetric float32 [L, L] for each sequence.
 
-        The fine-tuned head computes them if it predicts contacts, else the language model's regression on attention
-        maps.
+        The fine-tuned head computes the probabilities if it predicts contacts. Otherwise the language model's
+        regression on attention maps computes them.
 
         Raises:
-            InputError: as for `embed` and `predict`.
+            InputError: for the same reasons as `embed` and `predict`.
         """
         if traits(self.task).predicts_contacts:
             return self.predict(sequences, tracks)
@@ -175,21 +175,21 @@ class Model:
         window: int | None = None,
         tracks: Tracks | None = None,
     ) -> npt.NDArray[np.float64]:
-        """Score variants of a protein by the language model, without training; float64 [N], higher is more natural.
+        """Score variants of a protein by the language model alone, float64 [N]. A higher score is more natural.
 
         Args:
             wild_type: the protein.
             variants: N variants, such as `A24G`, `A24G:V30L`, `p.Ala24Gly` or `WT`.
             method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `predict.zero_shot.score`.
-            window: residues of a longer protein that the model gets at once; by default as many as in training.
+            window: how many residues of a longer protein the model reads at once; by default as many as in training.
             tracks: further inputs for each residue of the protein and its variants; see `Tracks`.
 
         Returns:
             The scores. A variant that changes a residue outside the 20 amino acids, such as X or U, has NaN.
 
         Raises:
-            InputError: if a variant does not fit the protein, with the variant's name; or the model has no trained LM
-                head.
+            InputError: a variant does not fit the protein (the message names the variant), or the model has no trained
+                LM head.
         """
         if not isinstance(wild_type, str):
             raise UsageError(f"the wild type is of type {type(wild_type).__name__}; a string of residues is expected")
@@ -204,14 +204,14 @@ class Model:
     def predict(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute the predictions of the fine-tuned head, float32.
 
-        For whole proteins the result is [N, C] with the columns `names`. For residues it is a list of [L, C] or, if the
-        label is a number, [L]. For contacts it is a list of [L, L].
+        If the labels are of whole proteins, the result is [N, C] with the columns `names`. For labels of residues it is
+        a list of arrays [L, C], or [L] if the label is a number. For contacts it is a list of arrays [L, L].
 
         For a model of variants, `sequences` are variants of its protein, such as `A24G:V30L` or `WT`, numbered like the
         wild type, from 1. The result is the model's prediction, also for measured variants and the wild type.
 
         Raises:
-            InputError: if the model has no head, or a sequence or variant cannot be read.
+            InputError: the model has no fine-tuned head, or a sequence or variant cannot be read.
         """
         if self.tuned is None:
             raise InputError(f"{self.name}: has no fine-tuned head; fine-tune it first, or take embed or contacts")
@@ -256,12 +256,12 @@ class Model:
         return values[0] if isinstance(variants, str) else values
 
     def _tracks(self, tracks: Tracks | None, given: SequenceInputs) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return the arrays of each sequence by the name of the track, [L + 2, ...]. A model that was fine-tuned with
-        other tracks causes a warning.
+        """Return the track arrays [L + 2, ...] of each sequence, by the name of the track. If the model was fine-tuned
+        with a track that is missing, warn the user.
 
         Raises:
-            UsageError: the model takes no track of a name, or the entries do not fit the form of the sequences.
-            InputError: an entry does not fit its sequence.
+            UsageError: the model reads no track of this name, or there are not as many entries as sequences.
+            InputError: an entry does not fit its sequence, or a sequence has several chains.
         """
         arrays: list[dict[str, npt.NDArray[Any]]] = [{} for _ in given.tokens]
         tracks = tracks or {}
@@ -309,23 +309,23 @@ def load(
     """Open a model, fine-tuned or not.
 
     Args:
-        model: a directory of a fine-tuned model (`runs/contact/model`), a directory in `transformers`' layout, an
-            adapter's directory, a fair-esm `.pt`; a released name such as `esm2_t33_650M_UR50D`, or OWNER/NAME on the
-            Hugging Face hub, which are downloaded; or `starter` or `demo`.
+        model: the directory of a fine-tuned model (`runs/contact/model`), of a `transformers` model or of an adapter;
+            a `.pt` file of fair-esm; the name of a released model such as `esm2_t33_650M_UR50D`, or `OWNER/NAME` on the
+            Hugging Face hub (both are downloaded); or `starter` or `demo`.
         device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or else the CPU.
-        dtype: dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
+        dtype: the dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
         join: how the chains of a sequence are joined, as `linker:25,gap:512`; by default as in training, or by 25
             glycines. A fine-tuned head allows only the value of its training.
 
     Raises:
-        InputError: with the file and its problem; UsageError for an unknown device or dtype.
+        InputError: a file of the model cannot be used. A `UsageError` means an unknown device or dtype.
     """
     name, where, chains = str(model), chosen_device(device), join_option(join)
     precision = dtype if isinstance(dtype, torch.dtype) else TORCH.get(dtype or "fp32")
     if precision is None or precision not in TORCH.values():
         raise UsageError(f"dtype is {dtype!r}; one of {', '.join(TORCH)} is expected")
     if weights.record_of([weights.directory(name) / weights.ABOUT]):
-        with torch.random.fork_rng(devices=[]):  # a head gets random values before its weights are read
+        with torch.random.fork_rng(devices=[]):  # A head gets random values before its weights are read.
             tuned = load_finetuned(name, where)
         tuned.model.trunk.to(precision)
         trained = tuned.model.trunk.config.chains
@@ -338,10 +338,10 @@ def load(
 
 
 class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """A transformer from protein sequences to embeddings, for pipelines and searches of scikit-learn.
+    """A scikit-learn transformer that turns protein sequences into embeddings, for pipelines and parameter searches.
 
-    Nothing is learned from data, so `transform` needs no `fit`. Each process reads the weights once. A pickle or a
-    clone has a few bytes and no weights; a worker of `n_jobs=2` reads them itself.
+    The transformer learns nothing from data, so `transform` needs no `fit`. Each process reads the weights once. A
+    pickle or a clone holds no weights, so each worker process of scikit-learn (`n_jobs=2`) reads the weights itself.
 
     >>> SequenceEmbedder(layer=3).transform(["MKTAYIAK", "GSHM"]).shape
     (2, 192)
@@ -350,7 +350,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         model: see `esmshard.load`.
         pool: `mean`, `max` or `cls`.
         layer: 0 (embedding) to the number of layers; the last by default.
-        tokens: tokens computed at once. A longer sequence is computed alone.
+        tokens: the maximum number of tokens computed at once. A longer sequence is computed alone.
         device: see `esmshard.load`.
     """
 
@@ -369,16 +369,16 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.device = device
 
     def fit(self, X: Any, y: object = None) -> "SequenceEmbedder":
-        """Check the parameters and the sequences. Nothing is learned."""
+        """Check the parameters and the sequences. The transformer learns nothing from them."""
         self._output()
         sequence_inputs.sequences(sequence_inputs.as_list(X, "sequences"))
         return self
 
     def transform(self, X: Any) -> Array:
-        """Compute embeddings, float32 [N, D], of N sequences: a list, a 1-d array or a Series of strings.
+        """Compute the embeddings of N sequences, float32 [N, D]. `X` is a list, a 1-d array or a Series of strings.
 
         Raises:
-            InputError: a `ValueError` with the sequence and the position of a character that is no residue.
+            InputError: a sequence has a character that is no residue; the message has the position. (A `ValueError`.)
         """
         output, sequences = self._output(), sequence_inputs.as_list(X, "sequences")
         model = _loaded(str(self.model), _version(str(self.model)), self.device)
@@ -386,7 +386,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return embeddings
 
     def get_feature_names_out(self, input_features: object = None) -> npt.NDArray[np.object_]:
-        """Return `mean_6_0`, `mean_6_1` and so on: pool, layer, column. For `set_output`."""
+        """Return the names of the D columns for `set_output`: pool, layer and column, such as `mean_6_0`."""
         name, dim = self._output().name, weights.read(str(self.model)).config.dim
         return np.array([f"{name}_{column}" for column in range(dim)], dtype=object)
 
@@ -399,7 +399,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _output(self) -> Output:
-        """Return the output that the parameters define, without reading weights. `UsageError` for an impossible one."""
+        """Return the output that the parameters define, without reading weights. Wrong parameters are `UsageError`s."""
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
             raise UsageError(f"tokens is {self.tokens!r}; a number from 1 on is expected, or None")
         layers = None if self.layer is None else [self.layer]
@@ -410,7 +410,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def _version(model: str) -> tuple[Any, ...]:
-    """Return facts that change when a model's files change, since another fine-tuning may write to the same path."""
+    """Return a cache key that changes when a model's files change, as after another fine-tuning into the same path."""
     source = weights.read(model)
     return (source.made, *((str(file), *state(Path(file))) for file in source.files))
 

@@ -1,7 +1,7 @@
-"""Runs: `esmshard.Run`, `esmshard.finetune`, and `start`, which `esmshard.finetune` shares with the command.
+"""Runs in Python: `esmshard.Run` and `esmshard.finetune`. The function `start` also serves the command `finetune`.
 
-`start` checks the recipe, starts processes, summarises several runs and draws figures. Afterwards environment variables
-and signal handlers are as before.
+`start` checks the recipe, starts processes, summarises several runs and draws figures. After `start`, environment
+variables and signal handlers are as before.
 """
 
 import json
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """The directory of a run, or of several runs of one call. Files are read when they are requested.
+    """The directory of a run, or of the several runs of one call. Each property reads the files when it is used.
 
     Args:
-        path: the `out` of the recipe.
+        path: the directory, which is `out` in the recipe.
 
     Raises:
-        InputError: if it is no such directory.
+        InputError: `path` is not a directory.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -54,14 +54,14 @@ class Run:
 
     @property
     def status(self) -> str:
-        """The state: `failed`, `running`, `preempted` or `done`. Several runs have the first state that any run has."""
+        """The state: `failed`, `running`, `preempted` or `done`. For several runs, the first state that any run has."""
         from esmshard.train.run_dir import joint_state, standings
 
         return joint_state(standings(self.path))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of `metrics.jsonl`: optimizer steps (`loss`, `lr`, ...), validations (`split`), events (`event`)."""
+        """The lines of `metrics.jsonl`: optimizer steps (`loss`, `lr` ...), validations (`split`), events (`event`)."""
         if parts := self.runs:
             raise InputError(f"{self.path}: several runs; each of .runs has its own metrics ({', '.join(parts)})")
         from esmshard.train.run_dir import METRICS, metrics_of
@@ -72,17 +72,17 @@ class Run:
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        """The test metrics with intervals, and baselines: `evaluation.json`, or `summary.json` of several runs."""
+        """The test metrics of model and baselines, from `evaluation.json`, or from `summary.json` for several runs."""
         evaluation = self._json("summary.json") or self._json("evaluation.json")
         if evaluation is None:
             raise InputError(f"{self.path}: not evaluated yet; finetune evaluates at the end")
         return evaluation
 
     def model(self, **options: Any) -> "Model":
-        """Open the fine-tuned model as `esmshard.load` does, with the same options.
+        """Open the fine-tuned model of the run. The options are those of `esmshard.load`.
 
         Raises:
-            InputError: if there is no model yet, or there are several, one in each of `runs`.
+            InputError: there is no model yet, or there are several models, one in each of `runs`.
         """
         from esmshard.api.model import load
 
@@ -115,33 +115,33 @@ def finetune(
     report: bool = True,
     **overrides: Any,
 ) -> Run:
-    """Fine-tune a model by a recipe: train, consolidate, evaluate. This is what `esmshard finetune` does.
+    """Fine-tune a model by a recipe as the command `esmshard finetune` does: train, consolidate, evaluate.
 
-    A single run in one process is trained in this process. Several processes, seeds or folds are separate processes.
-    Afterwards, environment variables and signal handlers are as before.
+    A single run with one process is trained in this process. For several processes, seeds or folds, new processes are
+    started. After the call, environment variables and signal handlers are as before.
 
     Args:
         recipe: a file, the name of a shipped recipe (`esmshard recipes ls`), or a dictionary with the sections of a
             recipe. Relative paths in a dictionary are relative to the working directory.
         nproc: the number of processes; by default one for each GPU, or one.
-        device: the device of each process: `cpu`, `cuda` (a GPU each), `cuda:N` or `mps`; by default its own GPU, else
-            the CPU.
-        resume: `auto` continues from the newest checkpoint of `out` if there is one; a path continues from that run or
-            checkpoint.
+        device: the device of each process: `cpu`, `cuda` (one GPU for each process), `cuda:N` or `mps`; by default one
+            GPU for each process, or else the CPU.
+        resume: `auto` continues from the newest checkpoint in `out`, if there is a checkpoint. The path of a run or a
+            checkpoint continues from this run or checkpoint.
         overwrite: replace the files of an earlier run in `out`.
         seeds: the number of runs with different seeds; 1 by default, and 3 for the best settings of a sweep.
         folds: the number of folds of a cross-validation; 5 by default for a table of variants.
-        sweep: a file with settings to search (docs/sweep.md). The result is then the run of the best settings.
+        sweep: a file with settings to search (docs/sweep.md). The result is the run of the best settings.
         trials: the number of trials of a sweep; 20 by default, or the whole grid.
         report: draw figures and report.html at the end, if matplotlib is installed.
         **overrides: settings of the recipe, such as `train={"steps": 10}` or `**{"optim.lr": 1e-4}`. Relative paths are
             relative to the working directory.
 
     Raises:
-        InputError: for a mistake in recipe, data or options, in one sentence.
-        RunFailed: if processes that were started have failed.
-        Preempted: after SIGTERM or SIGUSR1. The work is saved, and `resume="auto"` continues. This is not an
-            `Exception`.
+        InputError: the recipe, the data or the options have a mistake; the message is one sentence.
+        RunFailed: a process that this function started has failed.
+        Preempted: this process got SIGTERM or SIGUSR1. The work is saved, and `resume="auto"` continues. The class is
+            not a subclass of `Exception`.
     """
     for name, number, least in (("nproc", nproc, 1), ("seeds", seeds, 1), ("folds", folds, 3), ("trials", trials, 1)):
         if number is not None and not (isinstance(number, int | np.integer) and number >= least):
@@ -174,14 +174,14 @@ def finetune(
 
 
 def keys(overrides: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Convert overrides to the form of the command line: nested mappings become dotted keys, and values become JSON,
-    which is valid YAML.
+    """Convert overrides to the form `KEY=VALUE` of the command line. Nested mappings become keys with dots, and values
+    become JSON, which is valid YAML.
 
     >>> keys({"adapt": {"method": "lora", "lora": {"rank": 4}}, "adapt.freeze": ["embedding"], "data.labels": None})
     ['adapt.method="lora"', 'adapt.lora.rank=4', 'adapt.freeze=["embedding"]', 'data.labels=null']
 
     Raises:
-        UsageError: for a value that a recipe cannot hold.
+        UsageError: a recipe cannot hold a value.
     """
     settings = []
     for key, value in overrides.items():
@@ -202,8 +202,8 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str]:
-    """Yield the name of a recipe. A dictionary gets an empty file, which other processes can read, and its keys become
-    overrides of this file.
+    """Provide the name of a recipe. For a dictionary this is a temporary empty recipe file, which other processes can
+    read. The caller converts the keys of the dictionary to overrides of this file.
     """
     if not isinstance(recipe, Mapping):
         yield os.fspath(recipe)
@@ -216,10 +216,10 @@ def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of a call of `esmshard.finetune` or of the command. See `esmshard.finetune` for most of them.
+    """The options of a run. The docstring of `esmshard.finetune` describes the fields that have no text here.
 
     Raises:
-        UsageError: if two options contradict each other.
+        UsageError: two options contradict each other.
     """
 
     nproc: int | None = None
@@ -233,16 +233,16 @@ class RunOptions:
     stop_after: str | None = None
     """The time after which the run saves and ends with exit code 75, such as `3h50m`."""
     max_restarts: int = 0
-    """How often all local processes are started again after the loss of a process."""
+    """How many times all local processes may be started again after the loss of a process."""
     seeds: int | None = None
     folds: int | None = None
     sweep: str | None = None
     trials: int | None = None
     report: bool = True
     take_over: bool = False
-    """Whether to take over the directory of a run of another machine, although its lock still exists."""
+    """Whether to use the directory of a run that has ended on another machine, although the lock still exists."""
     started: float | None = None
-    """The start of the command, in seconds since 1970; None means now."""
+    """The time when the command started, in seconds since 1970; None means now."""
 
     def __post_init__(self) -> None:
         if self.resume == "never":
@@ -262,7 +262,7 @@ class RunOptions:
             )
 
     def flags(self, *, report: bool) -> list[str]:
-        """Return the command line options for each process of a run."""
+        """Return the command line options that the command of each new process gets."""
         flags = ["--device", self.device] if self.device else []
         flags += ["--resume", self.resume] if self.resume else []
         flags += ["--overwrite"] if self.overwrite else []
@@ -272,7 +272,8 @@ class RunOptions:
 
 
 def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Train, consolidate and evaluate: in this process, in local processes, or as one rank that a launcher started.
+    """Train, consolidate and evaluate, in this process or in new local processes. If a launcher such as torchrun has
+    started this process, work as one of its ranks.
 
     Args:
         recipe: a file, or the name of a shipped recipe.
@@ -280,14 +281,14 @@ def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         options: the other options.
 
     Returns:
-        The directory of the run, with a directory for each run if there are several. A sweep returns the run of the
-        best settings, or its own directory if another worker trains them.
+        The directory of the run. Several runs have subdirectories of this directory. For a sweep it is the directory
+        of the run of the best settings, or of the sweep if another worker trains the best settings.
 
     Raises:
-        InputError: if recipe or data have a mistake.
-        UsageError: if options contradict each other or the recipe.
-        RunFailed: if processes that were started have failed.
-        Preempted: if this process was asked to stop. The work is saved.
+        InputError: the recipe or the data have a mistake.
+        UsageError: the options contradict each other or the recipe.
+        RunFailed: a process that this function started has failed.
+        Preempted: this process was asked to stop. The work is saved.
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
@@ -320,7 +321,7 @@ def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
                 _run_here(resolved, options)
                 return Path(resolved.out)
         flags = options.flags(report=options.report and not of_table)
-        for n, run in enumerate(to_do):  # the launcher handles signals itself
+        for n, run in enumerate(to_do):  # `launch.run_local` handles signals.
             if run.overrides:
                 say(" ".join(run.overrides))
             with launch.environment({NOTICES_PRINTED: "1"} if n else {}):
@@ -334,7 +335,7 @@ def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
 
 
 def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
-    """Return the number of processes of a run, and the device of the first process."""
+    """Return the number of processes of a run on this machine, and the device of the first process."""
     from esmshard.devices import chosen_device
     from esmshard.parallel.process_group import own_device, processes_of
 
@@ -344,8 +345,8 @@ def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
 
 
 def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Search settings of a recipe, alone or as one of several workers (docs/sweep.md). The last worker calls `start`
-    for the best settings with new seeds, and each of these models is tested once. A dry run prints the plan.
+    """Search settings of a recipe, as the only worker or one of several (docs/sweep.md). The last worker calls `start`
+    for the best settings with several seeds, and each of these models is tested once. A dry run prints the plan.
     """
     try:
         import optuna  # noqa: F401
@@ -370,7 +371,7 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         settings = sweep_file.load(Path(options.sweep), path, overrides)
         resolved = recipe_file.load(path, overrides)
         if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
-            # Trials train and validate on the other folds, so these cannot be the test set.
+            # Trials train and validate on the other folds, so only one fold can be the test set.
             overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
             say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: {' '.join(overrides[-2:])}")
             resolved = recipe_file.load(path, overrides)
@@ -401,7 +402,7 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         is_last = search.work()
     if not is_last:
         return search.out
-    # The variable with the time limit of this command stays, and begins no new limit.
+    # The environment variable with the time limit of this command stays, so no new limit begins.
     best = replace(options, sweep=None, trials=None, seeds=options.seeds or 3, resume="auto", stop_after=None)
     try:
         with FileLock(search.out / BEST_LOCK, timeout=0):
@@ -427,7 +428,7 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
     """Return the options of one rank that a launcher has started.
 
     Raises:
-        UsageError: if an option is one for the command that starts the ranks.
+        UsageError: an option is only for a command that starts the ranks itself.
     """
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         raise UsageError(
@@ -448,8 +449,8 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
     if launch.attempt() and options.resume is None:
         from esmshard.train.run_dir import begun_by_this_job
 
-        # This process was restarted: keep the work of its predecessor. But if the predecessor ended before --overwrite
-        # removed the files of an earlier run, these files are not its work.
+        # This process was restarted, and keeps the work of the first process. But if the first process ended before
+        # --overwrite had removed the files of an earlier run, these files are not its work.
         if not options.overwrite or begun_by_this_job(Path(recipe.out)):
             return replace(options, resume="auto", overwrite=False)
     return options
@@ -487,11 +488,11 @@ def _checked(
 
 
 def _allocator() -> dict[str, str]:
-    """Return the setting of the GPU allocator for a run; none if the user has configured the allocator.
+    """Return the environment variable that configures torch's GPU allocator for a run; {} if the user has set it.
 
-    By default each tensor has a segment of its own size. The tensors of a slightly larger micro-batch then fit into no
-    free segment, and a run may lack memory although half of it is free. Segments that grow leave no such gaps. torch
-    reads the variable at its import: the command line sets it before, and started processes inherit it.
+    By default each large tensor has a segment of its own size. The tensors of a slightly larger micro-batch fit into no
+    free segment, and a run may lack memory although half of the memory is free. Segments that grow leave no such gaps.
+    torch reads the variable at its import. The command line sets the variable earlier, and new processes inherit it.
     """
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return {}
@@ -499,7 +500,7 @@ def _allocator() -> dict[str, str]:
 
 
 def _run_here(recipe: Recipe, options: RunOptions) -> None:
-    """Train in this process, alone or as one of several ranks."""
+    """Train in this process, which is the only process of the run or one of several ranks."""
     from esmshard.train import finetune as training
 
     run = training.run(
@@ -516,7 +517,7 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
 
 
 def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", curve: "Sequence[Repeat]") -> None:
-    """Summarise several runs. For a table of variants, also rank all single substitutions."""
+    """Summarise several runs, and print the result. For a table of variants, also rank all single substitutions."""
     from esmshard.train.cross_validation import conclude, summarise
 
     out = Path(recipe.out)
@@ -535,7 +536,7 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", cur
 
 
 def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
-    """Draw the figures and the report of a run, if the packages for figures are installed."""
+    """Draw the figures and the report of a run. If this is not possible, print the reason."""
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.charts import contact_figures
     from esmshard.tasks.finetuned import tracks_of

@@ -1,4 +1,4 @@
-"""Sequences and variants as lists, dictionaries or files. The rules are the same as for files."""
+"""The reading of sequences and variants that Python users give as lists, dictionaries or files."""
 
 import os
 import re
@@ -22,44 +22,45 @@ from esmshard.vocab import CLS, EOS, LINKER
 
 Sequences = str | Iterable[str] | Mapping[str, str] | os.PathLike[str]
 """One sequence, several sequences, a dictionary of sequences by id, or the path of a FASTA file, table or token store.
-A plain string is never a path.
+A string is always a sequence and never a path.
 """
 
 
 @dataclass(frozen=True)
 class SequenceInputs:
-    """N sequences in order."""
+    """The tokens, names and ids of N sequences, in the order of the input."""
 
     tokens: list[npt.NDArray[np.uint8]]
     """The tokens `<cls> ... <eos>` of each sequence, uint8 [L + 2]."""
     names: list[str]
     """The name of each sequence in messages: `sequences[3]`, `sequences['P01308']` or `x.fasta: record 'P01308'`."""
     single: bool
-    """Whether one sequence was given and not a list."""
+    """Whether the user gave a single string and not several sequences."""
     ids: list[str] | None = None
-    """The keys of a dictionary, or the ids in a file or table; None for sequences without ids."""
+    """The ids of the sequences: the keys of a dictionary, or the ids in a file; None for a string or a list."""
 
 
 def sequences(given: Sequences, single: str = "the sequence", linker: int = LINKER) -> SequenceInputs:
-    """Encode sequences by the rules of `esmshard.io.symbols`. Each kind of change causes a warning.
+    """Convert sequences to tokens by the rules of `esmshard.io.symbols`. Each kind of change causes a warning.
 
     >>> sequences(["MKT", "MK"]).tokens[0].tolist()
     [0, 20, 15, 11, 2]
 
     Args:
         given: see `Sequences`.
-        single: the name, in messages, of a sequence that is not in a list.
+        single: the name of a single string in messages.
         linker: the number of tokens between two chains of a sequence, as `MKT:MKV`.
 
     Raises:
-        InputError: with sequence and position of a character that is no residue; or for an empty sequence or list.
+        InputError: a sequence is empty or has a character that is no residue, the sequences seem to be DNA or RNA, or
+            there is no sequence. The message names the sequence, and the position of the character.
     """
     if isinstance(given, os.PathLike):
         return _of_file(Path(given), linker)
     edits, rules = Edits(), Rules(linker=linker)
     alone, with_ids = isinstance(given, str), isinstance(given, Mapping)
     if isinstance(given, str):
-        if re.search(r"[./\\]", given):  # 'my.fasta' would otherwise be read as a sequence with a gap
+        if re.search(r"[./\\]", given):  # Otherwise 'my.fasta' would be read as a sequence with a gap.
             raise UsageError(f"{shown(given)!r} is no sequence; give a file as a pathlib.Path")
         pairs: list[tuple[object, object]] = [(single, given)]
     elif isinstance(given, Mapping):
@@ -93,8 +94,8 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
 def as_list(given: Any, what: str) -> list[Any]:
     """Return a list of strings from a list, tuple, generator, 1-d array or Series.
 
-    Other collections are refused: the items of a table are columns, the items of a Biopython sequence are letters, and
-    a set has no order.
+    Other collections are a `UsageError`: the items of a table are columns, the items of a Biopython sequence are
+    letters, and a set has no order.
 
     >>> as_list(("MKT", "MK"), "sequences")
     ['MKT', 'MK']
@@ -110,7 +111,7 @@ def as_list(given: Any, what: str) -> list[Any]:
 
 
 def _of_file(path: Path, linker: int) -> SequenceInputs:
-    """Read the records of a FASTA file, a table or a token store."""
+    """Read all records of a FASTA file, a table or a token store into memory."""
     with TemporaryDirectory(prefix="esmshard-load-") as scratch:
         given = is_store(path)
         store = TokenStore(path) if given else ingest([path], Path(scratch) / "store", Rules(linker=linker))
@@ -123,17 +124,17 @@ def _of_file(path: Path, linker: int) -> SequenceInputs:
 
 
 def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
-    """Return the substitutions of each variant, such as `A24G:V30L` or `WT`. Synonymous ones are left out.
+    """Return the substitutions of each variant, such as `A24G:V30L` or `WT`. Synonymous substitutions are left out.
 
     >>> [len(mutations) for mutations in variants(["K2R:T3S", "WT", "K2K"], "MKT")]
     [2, 0, 0]
 
     Args:
-        given: the variants; see `esmshard.data.variants` for their forms.
+        given: the variants in a form that `esmshard.data.variants` describes.
         protein: the wild type, whose first residue is number 1.
 
     Raises:
-        InputError: with a variant that cannot be read, does not fit the protein, or has a stop codon.
+        InputError: a variant cannot be read, does not fit the protein, or has a stop codon; the message names it.
     """
     substitutions = []
     for n, cell in enumerate(as_list(given, "variants")):
@@ -161,5 +162,5 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
 def _warn(notice: str) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("esmshard."):
-        level, frame = level + 1, frame.f_back  # the warning gets the caller's line
+        level, frame = level + 1, frame.f_back  # The warning names the line of the user's call.
     warnings.warn(notice, stacklevel=level)

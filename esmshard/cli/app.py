@@ -1,8 +1,8 @@
-"""The command line: the commands in the order of `--help`, addresses in buckets, exit codes, the greeting, the examples
+"""The command line: the order of the commands in `--help`, addresses in buckets, exit codes, the greeting, the examples
 in the help, the suggested next command, and the message after Ctrl-C.
 
-The commands are functions in the other modules of this folder. They import torch, and modules that import torch, only
-when they are called.
+The commands are functions in the other modules of this folder. A function imports torch, or a module that imports
+torch, only when the function is called.
 """
 
 import atexit
@@ -32,7 +32,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "Model files": (models.consolidate, models.download, models.push),
     "Clusters": (cluster.launch, cluster.doctor),
 }
-"""The functions of the commands, by the part of `--help` that lists them. A command has the name of its function."""
+"""The functions of the commands, by the part of `--help` that lists the commands. Function and command share a name."""
 COPIED = {
     "predict": ("data",),
     "score": ("sequences", "table"),
@@ -43,9 +43,9 @@ COPIED = {
     "consolidate": ("source",),
     "finetune": ("resume",),
 }
-"""The arguments that may be addresses in buckets, and are copied into the local cache before the command runs."""
+"""The arguments of each command whose addresses in buckets are copied into the local cache before the command runs."""
 UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "report")
-"""The commands whose `-o` may be an address. The result is written on this machine, and uploaded at the end."""
+"""The commands whose `-o` may be an address in a bucket. The result is first written on this machine, then uploaded."""
 ADDRESSES = {
     "embed": ("model", "fasta", "reuse", "out"),
     "predict": ("model",),
@@ -54,11 +54,11 @@ ADDRESSES = {
     "push": ("model",),
     "launch": ("arguments",),
 }
-"""The arguments that may be addresses, which the code of the command opens itself."""
+"""The arguments of each command that may be addresses in buckets, and that the command itself opens."""
 
 
 def with_addresses(command: Command, values: dict[str, Any]) -> None:
-    """Run a command. Copy the arguments that are addresses in buckets, and upload the result to an address."""
+    """Copy arguments that are addresses in buckets, run the command, and upload the result if `-o` is an address."""
     name, upload = command.__name__, None
     for key, value in list(values.items()):
         addresses = value if isinstance(value, list) else [value]
@@ -84,7 +84,7 @@ def with_addresses(command: Command, values: dict[str, Any]) -> None:
     def write(path: Path) -> None:
         try:
             command(**{**values, "out": path})
-        except (typer.Exit, SystemExit) as leaving:  # after --strict, the result exists and is uploaded
+        except (typer.Exit, SystemExit) as leaving:  # Even if --strict ends the command, the result is uploaded.
             exits.append(leaving)
 
     remote.write_at(upload, bool(values.get("overwrite")), write)
@@ -103,7 +103,7 @@ esmshard fine-tunes protein language models on your own proteins. Five things to
 
 The first and the last need no data of yours. All commands: esmshard --help. Examples of one: esmshard embed --help.
 """
-"""The text that `esmshard` without a command prints."""
+"""The text that is printed if the user types `esmshard` without a command."""
 
 EXAMPLES = """\
 esmshard finetune contact --nproc 2
@@ -138,11 +138,11 @@ esmshard launch embed --target slurm --array 16 -- runs/mine/model uniref50.stor
 esmshard doctor
 esmshard doctor my.yaml --nproc 8
 """
-"""The examples at the end of the help of each command."""
+"""The examples of all commands. The help of a command ends with its examples."""
 
 
 def examples(command: str) -> str:
-    """Return the examples of a command, one on each line."""
+    """Return the examples of a command for its help, one example on each line."""
     lines = [line for line in EXAMPLES.splitlines() if line.split()[1] == command]
     return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)] if lines else [])
 
@@ -153,11 +153,11 @@ KEPT = {
     "ingest": "the pieces that were finished are kept",
     "download": "the files that were complete are kept",
 }
-"""The remains of an interrupted command. Other commands write nothing before the end."""
+"""What remains of an interrupted command, by the name of the command. Other commands write nothing before the end."""
 
 
 def after_interrupt(command: str, values: Mapping[str, Any], words: Sequence[str]) -> str:
-    """Return the remains of an interrupted command, and the command that goes on. The user typed `esmshard WORDS`."""
+    """Return a text about what remains of the interrupted command `esmshard WORDS`, and the command that goes on."""
     if command not in KEPT or values.get("dry_run") or (command == "embed" and values["out"] is None):
         return f"no result was written; to start again: esmshard {shlex.join(words)}"
     words = [word for word in words if word != "--overwrite"]
@@ -174,7 +174,7 @@ def _checkpoint(values: Mapping[str, Any]) -> str:
     from esmshard.recipe import recipe_file
     from esmshard.tasks.registry import registered
 
-    if not registered.cache_info().currsize:  # Ctrl-C came during imports, before the recipe was read
+    if not registered.cache_info().currsize:  # Ctrl-C came before the recipe was read.
         return "nothing was begun"
     out = Path(recipe_file.load(recipe_file.resolve(values["recipe"]), values["overrides"] or []).out)
     if checkpoints := sorted(out.glob("checkpoints/step_*")):
@@ -227,11 +227,11 @@ NEXT: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "download": lambda values: f"esmshard embed {values['names'][0]} my.fasta -o my.h5",
     "recipes_cp": lambda values: f"esmshard finetune {values['to']} --dry-run",
 }
-"""The suggested next command after each command, from its arguments; None for no suggestion."""
+"""A function for each command that returns the suggested next command, from the arguments; None for no suggestion."""
 
 
 def _declared(command: Command) -> Command:
-    """Return a command that prints the next command on a terminal, and one sentence on Ctrl-C."""
+    """Return the command with two additions: a suggested next command on a terminal, and a sentence after Ctrl-C."""
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -241,7 +241,7 @@ def _declared(command: Command) -> Command:
         except KeyboardInterrupt:
             from esmshard.parallel.launch import LAUNCHER
 
-            if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # Otherwise the launcher prints it.
+            if os.environ.get("RANK", "0") == "0" and LAUNCHER not in os.environ:  # Otherwise the launcher prints.
                 say(f"interrupted: {after_interrupt(name, given, sys.argv[1:])}")
             raise SystemExit(ExitCode.INTERRUPTED) from None
         if sys.stderr.isatty() and name in NEXT and (step := NEXT[name](given)):
@@ -278,15 +278,15 @@ def _options(
 
 
 def main() -> None:
-    """Run the command line. For a mistake of the user, print one sentence on stderr, without a traceback."""
-    # When Python ends, it searches the half a million objects of torch for garbage, which takes a second.
+    """Run the command line. For a mistake of the user, print one sentence on stderr and no traceback."""
+    # Without `gc.freeze`, Python searches half a million objects of torch for garbage at its end, for a second.
     atexit.register(gc.freeze)
     try:
         _main()
     except SystemExit as leaving:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise
-        # One of several processes exits without finalizing the interpreter. Otherwise a thread of gloo that needs the
+        # A rank of a run exits without finalizing the interpreter. Otherwise a thread of gloo that needs the
         # interpreter at this moment would end the process with SIGABRT, and launchers would see a failed run.
         sys.stdout.flush()
         sys.stderr.flush()
@@ -307,7 +307,7 @@ def _main() -> None:
         if (error.shared or isinstance(error, UsageError)) and os.environ.get("RANK", "0") != "0":
             if launch.LAUNCHER in os.environ:
                 raise SystemExit(error.exit_code) from None
-            # If rank 0 finds the same mistake, the launcher ends this process while it waits. Otherwise this process
+            # If rank 0 finds the same mistake, the launcher ends this process during the wait. Otherwise this process
             # prints the message.
             launch.wait_for_first(error.exit_code)
         say(f"error: {error}")

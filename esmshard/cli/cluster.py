@@ -1,4 +1,4 @@
-"""Commands for clusters: a scheduler's job, and the checks of a machine."""
+"""The commands for clusters: `launch` (a job of a scheduler) and `doctor` (checks of a machine)."""
 
 import os
 import sys
@@ -48,8 +48,8 @@ def launch(
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the file, and stop.")] = False,
 ) -> None:
-    """Run a recipe, or workers of embed, on a cluster: write the scheduler's file, and submit it if possible. The
-    arguments of embed follow after --.
+    """Run a recipe, or workers of embed, on a cluster: write the scheduler's job file, and submit the job if possible.
+    The arguments of embed follow after --.
     """
     from esmshard.cluster import launch as jobs
     from esmshard.cluster import site as sites
@@ -69,7 +69,7 @@ def launch(
         site = site.model_copy(update={"python": sys.executable})
     given = arguments or []
     if what == "embed":
-        # The parser of `embed` reads its arguments now, so that a mistake is found now and not in the queue.
+        # The parser of `embed` reads the arguments now, so that a mistake is found before the job waits in the queue.
         assert ctx.parent is not None
         parser = ctx.parent.command.get_command(ctx.parent, "embed")  # type: ignore[attr-defined]
         with parser.make_context("embed", list(given), parent=ctx.parent) as parsed:
@@ -104,7 +104,7 @@ def doctor(
         Path | None, Option(metavar="DIR", help="Directory of runs; by default the recipe's, or the working one.")
     ] = None,
 ) -> None:
-    """Check this machine (versions, GPUs, disks, collectives) and a recipe on it, and print problems with fixes."""
+    """Check this machine (versions, GPUs, disks, collectives) and, if given, a recipe. Print problems and solutions."""
     from esmshard.cluster import doctor as checks
     from esmshard.parallel import launch
 

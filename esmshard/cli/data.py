@@ -1,4 +1,4 @@
-"""Commands that prepare data: a token store of FASTA files, tracks, and training, validation and test sets."""
+"""The commands that prepare data: `ingest` (token stores), `track`, and `split` (training, validation, test sets)."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -36,7 +36,7 @@ def ingest(
     verify: Annotated[Path | None, Option(metavar="STORE", help="Compare a store with its sha256 sums.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Read FASTA files into a token store."""
+    """Read FASTA files and tables into a new token store, or verify a store."""
     from esmshard.io.store import TokenStore, ingest
     from esmshard.io.symbols import Rules
     from esmshard.io.tables import counted
@@ -75,7 +75,7 @@ def track(
     device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Compute a track from structures, for `--track TRACK=FILE` and `data.tracks`."""
+    """Compute a track (a further input for each residue) from structures, for `--track` and `data.tracks`."""
     from esmshard.predict.track_codes import write_codes
 
     print(write_codes(name, structures, weights, out, device=device, overwrite=overwrite))
@@ -111,7 +111,7 @@ def split(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Divide sequences or variants into training, validation and test set, and report what the sets share."""
+    """Divide sequences or variants into training, validation and test sets, and report what the sets share."""
     from esmshard.data.splits.split_files import (
         OF_SEQUENCES,
         OF_VARIANTS,

@@ -1,4 +1,4 @@
-"""Commands that use a model: embeddings, predictions, zero-shot scores, and metrics on labelled data."""
+"""The commands that use a model: `embed`, `embeddings`, `predict`, `score` (zero-shot) and `evaluate`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -96,7 +96,7 @@ def embed(
     dry_run: Annotated[bool, Option("--dry-run", help="Print the size of input and output, and stop.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write embeddings, without BOS and EOS, in input order."""
+    """Write embeddings of sequences in input order. Residue embeddings have no rows for the tokens <cls> and <eos>."""
     from esmshard.data.tracks import named_tracks
 
     if out is None:
@@ -120,7 +120,7 @@ def embed(
         return
     how = {"nproc": nproc, "tokens": tokens, "reuse": reuse, "overwrite": overwrite, "offload": offload}
     manifest = engines.embed(asked, fasta, engine=engine, worker=worker, ray_address=ray_address, **how)
-    if manifest is None:  # Worker 0 of the array writes the output and prints the summary.
+    if manifest is None:  # Worker 0 of the job array prints the summary.
         return
     place, failed = remote.address(out) or out, manifest["failed_records"]
     print(engines.summary(place, manifest))
@@ -147,7 +147,7 @@ embeddings = typer.Typer(help="Look at outputs of embed, and convert them.", no_
 
 @embeddings.command("status")
 def embeddings_status(out: Annotated[Path, Argument(help="An output of embed, finished or not.")]) -> None:
-    """Print the progress of an output, and its content."""
+    """Print the progress and the content of an output of embed."""
     from esmshard.embed import engines
 
     print(engines.status(out))
@@ -163,7 +163,7 @@ def embeddings_merge(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write one file from a directory of parts, which stays."""
+    """Merge a directory of parts into one file. The directory stays."""
     from esmshard.embed import engines
     from esmshard.io import remote
 
@@ -236,7 +236,7 @@ def predict(
     ] = False,
     overwrite: Overwrite = False,
 ) -> None:
-    """Write the predictions of a fine-tuned head: contact maps, classes and values; variants ranked, best first."""
+    """Write the predictions of a fine-tuned head: contact maps, classes, values, or variants (the best first)."""
     from esmshard.data.tracks import named_tracks
     from esmshard.io.tables import counted
     from esmshard.predict import variants
@@ -336,7 +336,7 @@ def evaluate(
     device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Evaluate a model on labelled data, with intervals and baselines."""
+    """Compute the metrics of a fine-tuned model and of baselines on labelled data, with intervals."""
     from esmshard.data.splits.recipe_splits import joined, open_tested
     from esmshard.data.tracks import named_tracks, track_files
     from esmshard.model.families.family_registry import family_of

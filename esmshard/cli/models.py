@@ -1,4 +1,4 @@
-"""Commands about models as files: consolidate checkpoints, and download and upload models."""
+"""The commands about files of models: `consolidate`, `download` and `push`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -26,7 +26,7 @@ def consolidate(
     base: Annotated[str | None, Option(metavar="MODEL", help="The base model of a LoRA run, if it was moved.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Make one model from a sharded checkpoint, or from a model in another layout."""
+    """Make a model directory from a sharded checkpoint, or convert a model to another file layout."""
     from esmshard.checkpoint import consolidate as consolidation
     from esmshard.progress import say
 
@@ -43,8 +43,8 @@ def download(
     to: Annotated[Path | None, Option(help="Directory for NAME/; by default the Hugging Face cache.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Download released models, or repositories of the Hugging Face hub, for use by name or, with --to, by path on
-    machines without network.
+    """Download released models, or repositories of the Hugging Face hub. Commands then find a model by its name or,
+    with --to, by its path on machines without network.
     """
     from esmshard.model import hub
 
@@ -59,7 +59,7 @@ def push(
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Add a commit to a repository that exists already.")] = False,
 ) -> None:
-    """Upload a model with its card to the Hugging Face hub. Needs a token (HF_TOKEN, or `hf auth login`)."""
+    """Upload a model and its model card to the Hugging Face hub. Log in first (HF_TOKEN, or `hf auth login`)."""
     from esmshard.model.export import push as upload
 
     print(upload(model, name, private=private, overwrite=overwrite))

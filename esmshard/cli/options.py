@@ -1,4 +1,4 @@
-"""The options that several commands share, and the words that the shell completes."""
+"""The options that several commands share, and the words with which the shell completes a command line."""
 
 import json
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ RELEASED = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_6
     esm2_t48_15B_UR50D esm1b_t33_650M_UR50S esm1v_t33_650M_UR90S_1 esm1v_t33_650M_UR90S_2 esm1v_t33_650M_UR90S_3
     esm1v_t33_650M_UR90S_4 esm1v_t33_650M_UR90S_5 esmc_300m esmc_600m esmc_6b esm3_sm_open_v1 amplify_120m amplify_350m
     amplify_120m_base amplify_350m_base saprot_35m_af2 saprot_650m_af2 saprot_650m_pdb"""
-"""The names of released models, as in the registry of families. The registry imports torch, which is slow for a Tab."""
+"""The names of released models. The registry of model families has the same names, but imports torch, which is slow."""
 
 
 def recipes(ctx: Context, incomplete: str) -> list[str]:
-    """Return the names of shipped recipes, YAML files where a command takes them, and commands for `launch`."""
+    """Return the names of shipped recipes; YAML files, except for `recipes cp`; and for `launch`, two commands."""
     from esmshard.recipe import recipe_file
 
     files = [] if ctx.info_name == "cp" else sorted(map(str, Path(f"{incomplete}*").parent.glob("*.yaml")))
@@ -25,12 +25,12 @@ def recipes(ctx: Context, incomplete: str) -> list[str]:
 
 
 def models(ctx: Context) -> list[str]:
-    """Return the names of released models; for all commands except `download`, also the shipped models."""
+    """Return the names of released models, and for all commands except `download` also of the shipped models."""
     return [*([] if ctx.info_name == "download" else ["starter", "demo"]), *RELEASED.split()]
 
 
 def recipe_keys(ctx: Context) -> list[str]:
-    """Return the keys of a recipe, such as `optim.lr=`, from its schema."""
+    """Return all keys of recipes, such as `optim.lr=`, from the file recipes/schema.json."""
     schema = json.loads((shipped("recipes") / "schema.json").read_text(encoding="utf-8"))
 
     def below(section: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -43,7 +43,7 @@ def recipe_keys(ctx: Context) -> list[str]:
 
     keys = list(dict.fromkeys(below(schema, "")))
     typed: list[str] = ctx.params.get("overrides") or ctx.params.get("arguments") or [""]
-    return [] if typed[-1] == "=" or f"{typed[-1]}=" in keys else keys  # bash divides words at =, before a value
+    return [] if typed[-1] == "=" or f"{typed[-1]}=" in keys else keys  # bash divides words at the sign =.
 
 
 AsJson = Annotated[bool, Option("--json", help="Print everything as JSON.")]

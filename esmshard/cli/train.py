@@ -1,4 +1,4 @@
-"""Commands about a run and its recipe: fine-tune, estimate memory and time, report; shipped recipes."""
+"""The commands about runs and recipes: `finetune`, `plan`, `status`, `report` and `recipes`."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from esmshard.cli.options import AsJson, Device, LocalProcesses, Overrides, Over
 from esmshard.errors import ExitCode, RunFailed, UsageError
 
 _STARTED = time.time()
-"""The start of this process, in seconds since 1970, from which goodput counts."""
+"""The time when this process started, in seconds since 1970. The measurement of goodput begins at this time."""
 
 
 def finetune(
@@ -62,7 +62,7 @@ def finetune(
     try:
         options = runs.RunOptions(**how, report=page, take_over=take_over, started=_STARTED)
         runs.start(recipe, overrides or [], options)
-    except RunFailed as failed:  # the processes have printed the reason
+    except RunFailed as failed:  # The processes have printed the reason.
         if failed.exit_code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None
@@ -77,7 +77,7 @@ def plan(
     memory: Annotated[float | None, Option(metavar="GB", help="Memory of a GPU, for a card that is not known.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Estimate memory and time of a recipe on given GPUs, and recommend a strategy. Needs no GPU, reads no weights."""
+    """Estimate memory and time of a recipe on given GPUs, and recommend a strategy, without a GPU or weights."""
     from esmshard import planner
     from esmshard.recipe import recipe_file
 
@@ -106,7 +106,7 @@ def report(
     run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, done or not, or of runs of variants.")],
     out: Annotated[Path | None, Option("-o", "--out", help="File to write; by default RUN/report.html.")] = None,
 ) -> None:
-    """Write one HTML page about a run: curves, metrics beside baselines, predictions, speed, memory, time."""
+    """Write an HTML page about a run: curves, metrics of model and baselines, predictions, speed, memory and time."""
     from esmshard.report import page
 
     print(page.report(run, out))
@@ -125,7 +125,7 @@ def recipes_cp(
     to: Annotated[Path, Argument(help="File to write.")],
     overwrite: Overwrite = False,
 ) -> None:
-    """Copy a shipped recipe to a file of your own."""
+    """Copy a shipped recipe to a new file."""
     from esmshard.recipe import recipe_file
 
     source = recipe_file.resolve(name)

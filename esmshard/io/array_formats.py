@@ -1,7 +1,7 @@
-"""Writers of files with arrays for each record, one class for each file format. `FORMATS` lists the classes.
+"""Writers of files that have arrays for each record. Each file format has a class, and `FORMATS` lists the classes.
 
-`embed` and `predict` use these writers. Rows are added one by one (`esmshard.io.writers.Writer`). The memory of a
-writer does not grow with the number of records, except for h5ad and for the header of safetensors files.
+The commands `embed` and `predict` add rows one by one (see `esmshard.io.writers.Writer`). Most writers keep only a few
+rows in memory. The writer of h5ad keeps all rows, and the writer of safetensors keeps the header.
 """
 
 import csv
@@ -31,45 +31,45 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 Dtype = Literal["fp32", "fp16", "bf16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 NUMPY: Mapping[Dtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
-"""The numpy type of each dtype. numpy has no bfloat16, so arrays hold its bits as uint16; see `as_float`."""
+"""The numpy type of each dtype. numpy has no bfloat16, so arrays hold the bits of bf16 as uint16; see `as_float`."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """One array for each sequence of L residues.
+    """A kind of array that a model computes for each sequence. The pool and the number L of residues set the shape.
 
     `mean`, `max` and `cls` are [D], `residue` [L, D], `logits` [L, 33] over the tokens of `esmshard.vocab`, `contacts`
     [L, L] probabilities, `attentions` [H, L, L] probabilities of H heads, with a row for each residue that attends.
-    Only `cls` uses the tokens `<cls>` and `<eos>`. A row of `attentions` sums to less than 1, because its softmax
-    includes these two tokens.
+    Arrays have no values of the tokens `<cls>` and `<eos>`, except the pool `cls`. A row of `attentions` sums to less
+    than 1, because its softmax includes these two tokens.
     """
 
     pool: Pool
     layer: int | None
-    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`. Block n computes the
-    representation and the attentions of layer n. Layer 0 has no attentions.
+    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`. Transformer block n
+    computes the representation and the attentions of layer n. Layer 0 has no attentions.
     """
     heads: tuple[int, ...] = ()
-    """The heads of `attentions`, from 0; empty for every other pool."""
+    """The numbers of the attention heads, from 0, for the pool `attentions`; empty for every other pool."""
 
     @property
     def name(self) -> str:
-        """The name in files, such as `mean_33` or `contacts`."""
+        """The name of this output in files, such as `mean_33` or `contacts`."""
         return self.pool if self.layer is None else f"{self.pool}_{self.layer}"
 
     @property
     def title(self) -> str:
-        """The name and the heads as text for messages, such as `attentions_6 of heads 0,3`."""
+        """The name of this output and its heads for messages, such as `attentions_6 of heads 0,3`."""
         return f"{self.name} of heads {','.join(map(str, self.heads))}" if self.heads else self.name
 
     @property
     def pooled(self) -> bool:
-        """Whether each sequence has one vector of D numbers."""
+        """Whether the array of a sequence is one vector of D numbers."""
         return self.pool in ("mean", "max", "cls")
 
     @property
     def paired(self) -> bool:
-        """Whether each pair of residues has a value."""
+        """Whether the array of a sequence has a value for each pair of residues."""
         return self.pool in ("contacts", "attentions")
 
     def shape(self, length: Any, dim: int) -> tuple[Any, ...]:
@@ -81,56 +81,56 @@ class Output:
         return (length, dim if self.pool == "residue" else VOCAB_SIZE)
 
     def numbers(self, length: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.int64]:
-        """Return the number of values in the array of each sequence, given the lengths of the sequences."""
+        """Return the number of values in the array of each of N sequences, int64 [N]. `length` has the lengths."""
         return math.prod(self.shape(length, dim), start=np.ones_like(length))
 
 
 @dataclass(frozen=True)
 class About:
-    """The description of a file of arrays."""
+    """The description of a file with arrays, which a `FormatWriter` gets before the rows."""
 
     outputs: tuple[Output, ...]
     dim: int
-    """The dimension D."""
+    """The number D of values in one vector of the model."""
     dtype: Dtype
     """The dtype of the stored numbers."""
     n_records: int | None
-    """The number of rows; None if the number is not known in advance."""
+    """The number of records; None if the number is not known before the last record."""
     attributes: Mapping[str, Any]
-    """Strings and integers that describe the model, layers, pools, dtypes, and the treatment of long proteins."""
+    """Texts and integers for the file about the model, layers, pools, dtypes and the treatment of long proteins."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The arrays of one record."""
+    """One record and its arrays."""
 
     id: str
     length: int
-    """The number of residues of the whole record, even if the model read only a part."""
+    """The number of residues of the whole record, even if the model has read only a part of the record."""
     chains: tuple[int, ...] = field(default=(), kw_only=True)
-    """The number of residues of each chain; empty for a record of one chain. The rows of `values` follow the chains in
-    order, without linkers."""
+    """The number of residues of each chain; empty for a record of one chain. The arrays in `values` have the residues
+    of one chain after the other, without linkers."""
     values: Mapping[str, npt.NDArray[Any]]
-    """The arrays by `Output.name`, each of `Output.shape` and type `NUMPY[About.dtype]`."""
+    """The arrays by `Output.name`, each with the shape `Output.shape` and the type `NUMPY[About.dtype]`."""
     residues: str = ""
-    """The whole sequence if the format has `by_sequence`; otherwise empty."""
+    """The whole sequence if the format has `FormatWriter.by_sequence`; otherwise empty."""
 
 
 def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
-    """Return the values in a type that numpy can compute with: bf16 becomes float32, other types do not change."""
+    """Return the values in a type with which numpy can compute: bf16 becomes float32, other types do not change."""
     if dtype != "bf16":
         return values
     return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 class FormatWriter(Writer):
-    """A writer of one format. `add` is called `about.n_records` times, in input order.
+    """The base class of the writers of all formats. `add` is called once for each record, in input order.
 
-    The docstring of each format describes its files.
+    The docstring of each subclass describes its files.
     """
 
     default_pool: ClassVar[Pool]
-    """The default of the option `--pool`."""
+    """The default of the option `--pool` for this format."""
     pools: ClassVar[tuple[Pool, ...]] = POOLS
     """The pools that the format can hold."""
     dtypes: ClassVar[tuple[Dtype, ...]] = ("fp32", "fp16")
@@ -138,13 +138,13 @@ class FormatWriter(Writer):
     several: ClassVar[bool] = True
     """Whether the format can hold more than one output."""
     by_sequence: ClassVar[bool] = False
-    """Whether the file has each distinct sequence only once, with the id of the first record that has the sequence."""
+    """Whether equal sequences are written only once, with the id of the first record that has the sequence."""
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
-    """The maximum size of one number in the file, in bytes."""
+    """The maximum size of one number in the file in bytes, for each dtype."""
     header: ClassVar[float] = float("inf")
-    """The maximum size of the header in bytes. The header has the names of all records."""
+    """The maximum size of the file's header in bytes. The header has the ids of all records."""
     extra: ClassVar[tuple[str, str] | None] = None
-    """The Python module that writes the format, and the pip extra of esmshard that installs the module."""
+    """The Python module that writes the format, and the pip extra of esmshard that installs this module."""
 
     def __init__(self, out: Path, about: About) -> None:
         self.require(out)
@@ -154,21 +154,21 @@ class FormatWriter(Writer):
         if about.n_records is not None:
             self.attributes["records"] = about.n_records
         self.n = 0
-        """The index of the next row, from 0."""
+        """The number of records that are written, which is the index of the next record."""
 
     @classmethod
     def require(cls, out: Path) -> None:
-        """Raise a `UsageError` if the library of the format is missing. The message has the command to install it."""
+        """Raise a `UsageError` with the install command if the library of the format is missing."""
         if cls.extra is not None:
             library(*cls.extra, out)
 
     @classmethod
     def check_place(cls, out: Path, *, overwrite: bool) -> None:
-        """Refuse to replace an existing file without `overwrite`."""
+        """Raise a `UsageError` if the file exists and `overwrite` is false, an `InputError` if `out` is a directory."""
         check(out, overwrite=overwrite)
 
     def add(self, row: Row) -> None:
-        """Write one record."""
+        """Check the arrays of one record, and write the record."""
         for output in self.about.outputs:
             values = row.values[output.name]
             assert values.dtype == NUMPY[self.about.dtype], f"{row.id}: {output.name} is {values.dtype}"
@@ -178,14 +178,14 @@ class FormatWriter(Writer):
 
     @abstractmethod
     def write(self, row: Row) -> None:
-        """Write one row."""
+        """Write one record in this format."""
 
     def finish(self) -> None:
-        """Check the number of rows. Subclasses also write their remaining data."""
+        """Check that all records were added. Subclasses also write the data that are left."""
         assert self.about.n_records in (None, self.n), f"{self.n} rows came, not {self.about.n_records}"
 
     def named(self, row: Row) -> list[tuple[str, npt.NDArray[Any]]]:
-        """Return the arrays of a row with their names: ID, or `OUTPUT/ID` for several outputs."""
+        """Return the names and arrays of a record. A name is the id, or `OUTPUT/ID` if the file has several outputs."""
         names = [output.name for output in self.about.outputs]
         return [(f"{name}/{row.id}" if len(names) > 1 else row.id, row.values[name]) for name in names]
 
@@ -195,7 +195,8 @@ class Hdf5Format(FormatWriter):
 
     Each data set has the attribute `original_id`. If the record has several chains, the attribute `chain_lengths` has
     the number of residues of each chain. If two ids give the same key, the later key gets a number. With several
-    outputs, each output has a group of data sets. The file has `About.attributes`. The same rows give the same bytes.
+    outputs, each output has a group of data sets. The HDF5 attributes of the file are `About.attributes`, `dim` and, if
+    known, `records`. The same rows always give the same bytes.
     """
 
     default_pool = "residue"
@@ -219,7 +220,7 @@ class Hdf5Format(FormatWriter):
             number += 1
             key = f"{base}_{number}"
         for name, group in self._groups.items():
-            # HDF5 time stamps would make two files of the same rows differ.
+            # With HDF5 time stamps, two files of the same rows would differ.
             data = group.create_dataset(key, data=row.values[name], track_times=False)
             data.attrs["original_id"] = row.id
             if row.chains:
@@ -227,10 +228,10 @@ class Hdf5Format(FormatWriter):
 
 
 class BiotrainerFormat(Hdf5Format):
-    """An HDF5 file for biotrainer 1.4: one data set for each sequence. The key is a hash of the sequence.
+    """An HDF5 file for biotrainer 1.4: one data set for each distinct sequence. The key is a hash of the sequence.
 
-    The key is the sha256 of the sequence, `_` and its length, such as `MKV_3`. `original_id` is the id of the first
-    record with this sequence. (Sources in biotrainer: `utilities.calculate_sequence_hash` and
+    The key is the sha256 of a text such as `MKV_3`: the sequence, `_` and the length. The attribute `original_id` is
+    the id of the first record with this sequence. (Sources in biotrainer: `utilities.calculate_sequence_hash` and
     `embedders.services.EmbeddingService`.)
     """
 
@@ -252,7 +253,7 @@ class BiotrainerFormat(Hdf5Format):
 
 
 class NpyFormat(FormatWriter):
-    """`x.npy` [N, D] has one pooled output in input order, and `x.ids.txt` has one id per line."""
+    """`x.npy` [N, D] has the vectors of one pooled output in input order. `x.ids.txt` has one id on each line."""
 
     default_pool = "mean"
     pools = ("mean", "max", "cls")
@@ -280,14 +281,14 @@ class NpyFormat(FormatWriter):
 class CsvFormat(FormatWriter):
     """`x.csv`: a line for each record in input order, with the id and the D numbers of one pooled output.
 
-    The first line has an empty cell and the numbers 0 to D - 1. This is the format of `pandas.DataFrame.to_csv`, which
-    EVOLVEpro reads (https://github.com/mat10d/EvolvePro). Numbers have enough digits to be read back exactly.
+    The first line has an empty cell and the numbers 0 to D - 1. `pandas.DataFrame.to_csv` writes the same format, and
+    EVOLVEpro reads it (https://github.com/mat10d/EvolvePro). Numbers have enough digits to be read back exactly.
     """
 
     default_pool = "mean"
     pools = ("mean", "max", "cls")
     several = False
-    number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 16, "fp16": 12}  # nine (or five) digits and `-.e-05,`
+    number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 16, "fp16": 12}  # Nine digits (fp16: five) and `-.e-05,`.
 
     def open(self) -> None:
         file = self.files.enter_context(open(self.work, "w", encoding="utf-8", newline=""))
@@ -300,17 +301,17 @@ class CsvFormat(FormatWriter):
 
 
 class BlockFormat(FormatWriter):
-    """A writer that keeps rows in memory and writes them in blocks."""
+    """The base class of writers that keep rows in memory, and write many rows at once as a block."""
 
     BLOCK: ClassVar[float] = 1 << 20
-    """The rows are written when they have this number of values."""
+    """The number of values in memory at which the rows are written as a block."""
 
     def open(self) -> None:
         self._waiting: list[Row] = []
         self._numbers = 0
 
     def write(self, row: Row) -> None:
-        # A view of a larger array would keep the larger array in memory, so the arrays are copied.
+        # The arrays are copied, since a slice of a larger array would keep the larger array in memory.
         self._waiting.append(replace(row, values={name: values.copy() for name, values in row.values.items()}))
         self._numbers += sum(values.size for values in row.values.values())
         if self._numbers >= self.BLOCK:
@@ -323,7 +324,7 @@ class BlockFormat(FormatWriter):
 
     @abstractmethod
     def write_block(self, rows: Sequence[Row]) -> None:
-        """Write at least one row."""
+        """Write the rows of a block."""
 
     def finish(self) -> None:
         super().finish()
@@ -331,10 +332,10 @@ class BlockFormat(FormatWriter):
 
 
 class ParquetFormat(BlockFormat):
-    """`x.parquet`: one row for each record, with columns `id`, `length` and the name of each output.
+    """`x.parquet`: one row for each record, with the columns `id` and `length`, and a column for each output.
 
-    A pooled output is a list of D numbers. `residue` and `logits` are lists of lists of D and 33 numbers. `contacts` is
-    one list of L x L numbers, row by row. The schema's metadata has `About.attributes`. Each block is one row group.
+    A pooled output is a list of D numbers. `residue` is a list of L lists of D numbers, `logits` of L lists of 33
+    numbers. `contacts` is one list of L x L numbers, row by row. The schema's metadata has `About.attributes`.
     """
 
     default_pool = "mean"
@@ -353,7 +354,7 @@ class ParquetFormat(BlockFormat):
             numbers = pa.list_(number, -1 if output.paired else output.shape(1, self.about.dim)[-1])
             types[output.name] = numbers if output.pooled or output.paired else pa.list_(numbers)
         schema = pa.schema(types, metadata={key: str(value) for key, value in self.attributes.items()})
-        # The numbers of a network rarely repeat, so dictionary, compression and statistics cost time and save nothing.
+        # Embeddings rarely have equal numbers, so dictionary, compression and statistics cost time and save nothing.
         plain: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_statistics": ["id", "length"]}
         self._file = self.files.enter_context(parquet.ParquetWriter(self.work, schema, **plain))
 
@@ -368,7 +369,7 @@ class ParquetFormat(BlockFormat):
 
 
 class NpzFormat(FormatWriter):
-    """`x.npz`: a compressed array for each record, named ID, or `OUTPUT/ID` for several outputs."""
+    """`x.npz`: a compressed array for each record. Its name is the id, or `OUTPUT/ID` for several outputs."""
 
     default_pool = "residue"
 
@@ -379,14 +380,14 @@ class NpzFormat(FormatWriter):
         for name, values in self.named(row):
             buffer = io.BytesIO()
             np.lib.format.write_array(buffer, np.ascontiguousarray(values), allow_pickle=False)
-            entry = zipfile.ZipInfo(f"{name}.npy")  # Its date is constant, so the same rows give the same bytes.
+            entry = zipfile.ZipInfo(f"{name}.npy")  # The constant date gives the same rows the same bytes.
             self._zip.writestr(entry, buffer.getbuffer(), zipfile.ZIP_DEFLATED)
 
 
 class AnnDataFormat(BlockFormat):
-    """`x.h5ad`: an AnnData file. X is the first output [N, D], and `obsm` has the other outputs by name.
+    """`x.h5ad`: an AnnData file. `X` [N, D] is the first output, and the entries of `obsm` are the other outputs.
 
-    `obs` has the ids as index and a column `length`; `uns` has `About.attributes`. All rows stay in memory.
+    `obs` has the ids as index and a column `length`. `uns` has `About.attributes`. All rows stay in memory.
     """
 
     default_pool = "mean"
@@ -396,7 +397,7 @@ class AnnDataFormat(BlockFormat):
 
     def write_block(self, rows: Sequence[Row]) -> None:
         import anndata
-        import pandas  # anndata requires pandas
+        import pandas  # The library anndata requires pandas.
 
         index = pandas.Index([row.id for row in rows], dtype=str)
         obs = pandas.DataFrame({"length": np.array([row.length for row in rows], np.int32)}, index=index)
@@ -414,16 +415,16 @@ class AnnDataFormat(BlockFormat):
 
 
 class SafetensorsFormat(FormatWriter):
-    """`x.safetensors`: one tensor for each record, named ID, or `OUTPUT/ID` for several outputs.
+    """`x.safetensors`: one tensor for each record. Its name is the id, or `OUTPUT/ID` for several outputs.
 
     The file has the length of the header (8 bytes, little-endian), a JSON header, and the tensors
-    (https://github.com/huggingface/safetensors). The library can write only tensors that are all in memory. This writer
-    first writes the tensors to a temporary file, because the header comes first and is complete only at the end.
+    (https://github.com/huggingface/safetensors). The library would need all tensors in memory, so this class writes the
+    file itself. The tensors wait in a temporary file, because the header comes first and is complete only at the end.
     """
 
     default_pool = "residue"
     dtypes = DTYPES
-    header = 100_000_000  # The library refuses a larger header.
+    header = 100_000_000  # The library safetensors reads no larger header.
 
     def open(self) -> None:
         metadata = {key: str(value) for key, value in self.attributes.items()}
@@ -444,7 +445,7 @@ class SafetensorsFormat(FormatWriter):
     def finish(self) -> None:
         super().finish()
         header = json.dumps(self._entries, separators=(",", ":"), ensure_ascii=False).encode()
-        header += b" " * (-len(header) % 8)  # The tensors are aligned.
+        header += b" " * (-len(header) % 8)  # Spaces align the tensors to 8 bytes.
         if len(header) > self.header:
             raise UsageError(_NO_ROOM.format(self.out))
         self._tensors.seek(0)
@@ -454,11 +455,11 @@ class SafetensorsFormat(FormatWriter):
 
 
 class ZarrFormat(BlockFormat):
-    """`x.zarr`: a Zarr group (format 3) with one array for each output. The group has `About.attributes`.
+    """`x.zarr`: a Zarr group (format 3) with an array for each output. The attributes of the group describe the file.
 
-    A pooled output is [N, D]. For `residue` [L, D], `logits` [L, 33] and flattened maps [L x L], the arrays of all
-    records are joined along the first axis. Record n has the rows `starts_OUTPUT[n] : starts_OUTPUT[n + 1]`. `ids` and
-    `lengths` are [N].
+    A pooled output is [N, D]. For other outputs (`residue` [L, D], `logits` [L, 33], pair maps as flat arrays), the
+    arrays of all records are joined along the first axis, where record n has the range `starts_OUTPUT[n]` to
+    `starts_OUTPUT[n + 1]`. `ids` and `lengths` are [N].
     """
 
     default_pool = "mean"
@@ -474,7 +475,7 @@ class ZarrFormat(BlockFormat):
         import zarr
 
         super().open()
-        check_replaced(self.out, ["*"], marker="zarr.json")  # The directory may be new since the first check.
+        check_replaced(self.out, ["*"], marker="zarr.json")  # The directory may be newer than the first check.
         self._group: Any = zarr.open_group(self.work, mode="w", zarr_format=3)
         self._group.attrs.update(self.attributes)
         self._ids: list[str] = []
@@ -514,28 +515,28 @@ FORMATS: dict[str, type[FormatWriter]] = {
     "safetensors": SafetensorsFormat,
     "biotrainer-h5": BiotrainerFormat,
 }
-"""The writer class of each format. The key is the value of `--format`, or the file extension."""
+"""The writer class of each format. The key is the value of the option `--format`, or the file extension."""
 _NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; write them to x.h5"
 
 
 def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
     """Raise a `UsageError` if a format cannot hold the outputs, or if the library of the format is missing.
 
-    The message names a format that can hold the outputs, or the command to install the library. `records` and
-    `id_bytes` are 0 if the number of records and the size of their ids are not known.
+    The message names a format that can hold the outputs, or the command to install the library. `records` is the number
+    of records, and `id_bytes` the size of all ids in bytes; 0 if these numbers are not known.
     """
     if fmt not in FORMATS:
         raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")
     if reason := _reason(fmt, outputs, dtype):
         others = " or ".join(other for other in FORMATS if not _reason(other, outputs, dtype))
         raise UsageError(f"{out}: {reason}; write it with --format {others}")
-    if len(outputs) * (60 * records + id_bytes) > FORMATS[fmt].header:  # An entry has at least 60 bytes and the id.
+    if len(outputs) * (60 * records + id_bytes) > FORMATS[fmt].header:  # A record takes 60 bytes or more, and the id.
         raise UsageError(_NO_ROOM.format(out))
     FORMATS[fmt].require(out)
 
 
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:
-    """Return why a format cannot hold the outputs; '' if the format can."""
+    """Return the reason why a format cannot hold the outputs; '' if the format can hold the outputs."""
     writer = FORMATS[fmt]
     for output in outputs:
         if output.pool not in writer.pools:

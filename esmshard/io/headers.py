@@ -3,8 +3,8 @@
     >Seq1 TARGET=0.1 SET=train VALIDATION=False        FLIP, biotrainer before 1.0
     >Seq1 TARGET=DVCD SET=val MASK=1101                biotrainer 1.0 and later
 
-White space separates attributes, so a value is one word. Only the requested keys are read: `OS=Homo sapiens OX=9606`
-in a UniProt header is ignored. A lower-case key is read as upper case and counted in `Edits`.
+White space separates attributes, so a value is one word. Only the requested keys are read, so `OS=Homo sapiens` in a
+UniProt header is ignored. A lower-case key is read as upper case and counted in an `Edits` object.
 (Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
 """
 
@@ -24,18 +24,18 @@ _SPLITS: dict[str, Split] = {
 }  # fmt: skip
 _WORD = re.compile(r"\S+", re.ASCII)  # The FASTA reader also splits ids only at ASCII white space.
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""Whether a text means yes or no. The texts are in lower case."""
+"""The truth values of texts that mean yes or no. The texts are in lower case."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
 def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None = None) -> dict[str, str]:
-    """Return the values of the requested keys in a header.
+    """Return the values of the requested keys in a FASTA header, by key. Keys that the header lacks are left out.
 
     Args:
         header: the header line without `>`. The first word is the id.
         keys: the requested keys, in upper case.
         where: the file, or file and line, for messages.
-        edits: gets a count of the lower-case keys.
+        edits: counts the lower-case keys.
 
     Raises:
         InputError: an attribute occurs twice, has no value, or has no space before it; the message names the record.
@@ -75,17 +75,17 @@ def _keyed(keys: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def id_of(header: str) -> str:
-    """Return the first word of a header."""
+    """Return the id in a FASTA header, which is its first word; '' for an empty header."""
     word = _WORD.search(header)
     return word[0] if word else ""
 
 
 def split_of(set_value: str, validation: str, where: str) -> Split:
-    """Return the split that SET and VALIDATION give together. `SET=train VALIDATION=True` gives the validation split.
+    """Return the split of a record from its attributes SET and VALIDATION. `SET=train VALIDATION=True` gives `valid`.
 
     Args:
-        set_value: `train`, `val`, `valid`, `validation` or `test`, in upper or lower case.
-        validation: a key of `TRUTH`; empty if the record has no VALIDATION.
+        set_value: the value of SET: `train`, `val`, `valid`, `validation` or `test`, in upper or lower case.
+        validation: the value of VALIDATION: a key of `TRUTH`, or '' if the record has no VALIDATION.
         where: file and record, for messages.
 
     Raises:
@@ -110,14 +110,14 @@ def split_of(set_value: str, validation: str, where: str) -> Split:
 
 
 def is_split(name: str) -> bool:
-    """Return whether a text is the name of a split, such as `train`."""
+    """Return whether a text is the name of a split, such as `train` or `val`, in upper or lower case."""
     return name.lower() in _SPLITS
 
 
 def number(text: str, where: Callable[[], str]) -> float:
-    """Return the value of an attribute as a number. A value in `tables.MISSING` becomes NaN.
+    """Return the value of an attribute as a number. A text in `tables.MISSING`, such as `nan`, becomes NaN.
 
-    `where` returns the record and the key for messages. `InputError` if the value is not a finite float32 number.
+    `where` returns the record and the key for messages. Any other text that is no finite float32 is an `InputError`.
     """
     if text.lower() in MISSING:
         return float("nan")

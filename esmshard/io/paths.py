@@ -19,15 +19,15 @@ from esmshard.errors import UsageError
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file. `OSError` if it cannot be read, `ValueError` if it is not JSON."""
+    """Return the value in a JSON file. Raise `OSError` if the file cannot be read, `ValueError` if it is not JSON."""
     return json.loads(path.read_text(encoding="utf-8"))
 
 
 @contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Provide a new open file, of UTF-8 text or of bytes, which replaces `path` when the block ends.
+    """Provide a new open file, of UTF-8 text or (with `binary`) of bytes. The file replaces `path` when the block ends.
 
-    The new file first has a temporary name. It is renamed to `path` after all its bytes are on disk. If the block ends
+    The new file has a temporary name until all its bytes are on disk, and is then renamed to `path`. If the block ends
     with an error, the new file is removed, and an older file at `path` stays.
     """
     work = path.with_name(f".tmp-{path.name}")
@@ -43,13 +43,13 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file. At any time the file holds either its old text or its new text."""
+    """Replace the text of a file in one step. A reader of the file finds either the old text or the new text."""
     with replacing(path) as file:
         file.write(text)
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """Replace a JSON file with `replace_text`. NaN becomes null, since JSON has no NaN."""
+    """Write a value to a JSON file in one step (see `replace_text`). NaN becomes null, since JSON has no NaN."""
     replace_text(path, json.dumps(_without_nan(value), indent=1) + "\n")
 
 
@@ -62,7 +62,7 @@ def _without_nan(node: Any) -> Any:
 
 
 def sync_directory(path: Path) -> None:
-    """Write the list of names in a directory to disk, so that renames survive a power cut. Do nothing on Windows."""
+    """Write the file names of a directory to disk, so that renames survive a power cut. Do nothing on Windows."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -79,7 +79,7 @@ _IN_USE: set[str] = set()
 def scratch_directory(out: Path) -> Iterator[Path]:
     """Provide an empty directory in the parent of `out`, and remove it when the block ends.
 
-    First remove the scratch directories for `out` that killed processes of this machine left behind.
+    Older scratch directories for `out` are removed first, if killed processes of this machine left them behind.
     """
     out = _absolute(out)
     _remove_leftovers(out)
@@ -121,15 +121,15 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
 
 
 def check_replaced(out: Path, written: Collection[str], marker: str | None = None) -> None:
-    """Refuse to replace a directory that holds files which no earlier result has. A missing directory is no error.
+    """Check that a command may replace the directory `out`, since `out` is missing or has only files of a result.
 
     Args:
         out: the directory that the result would replace as a whole.
-        written: `fnmatch` patterns of the files that a result has, relative to `out`.
+        written: `fnmatch` patterns of the files that the command writes, relative to `out`.
         marker: a file that every result has. If `out` lacks this file, `out` is no result, and any file is an error.
 
     Raises:
-        UsageError: `out` is a file, or the directory holds other files; the message names them.
+        UsageError: `out` is a file, or has files that match no pattern; the message names the first three files.
     """
     if not os.path.lexists(out):
         return
@@ -147,15 +147,15 @@ def check_replaced(out: Path, written: Collection[str], marker: str | None = Non
 
 
 def settle(out: Path) -> list[str]:
-    """Remove what killed processes left behind in `whole_directory`, and restore `out` if only `.old-NAME` exists.
+    """Remove what killed calls of `whole_directory` for `out` left behind. If only `.old-NAME` exists, restore `out`.
 
     Returns:
-        A sentence for each scratch directory that another machine made. The process that made it may still run.
+        A sentence for each scratch directory of another machine, which stays because its process may still run.
     """
     out = _absolute(out)
     old = out.with_name(f".old-{out.name}")
     if os.path.lexists(old):
-        if os.path.lexists(out):  # The directory is renamed first, so that nobody reads it while it is removed.
+        if os.path.lexists(out):  # The old directory is renamed before it is removed, so that nobody reads half of it.
             _remove(old.rename(_work(out)))
         else:
             old.rename(out)
@@ -163,7 +163,7 @@ def settle(out: Path) -> list[str]:
 
 
 def _remove_leftovers(out: Path) -> list[str]:
-    """Remove the scratch directories of processes that have ended. See `settle`."""
+    """Remove the scratch directories for `out` whose processes have ended. Return the sentences of `settle`."""
     of_other_machines = []
     for leftover in sorted(out.parent.glob(f".tmp-{glob.escape(out.name)}-*")):
         maker = re.fullmatch(r"(.+)-(\d+)(\.[0-9a-f]{8})?", leftover.name.removeprefix(f".tmp-{out.name}-"))
@@ -182,7 +182,7 @@ def _absolute(out: Path) -> Path:
 
 
 def _work(out: Path) -> Path:
-    """Return a new path that names machine and process. Group members cannot read a directory of `mkdtemp`."""
+    """Return a new path with machine and process in its name. Other users could not read a `mkdtemp` directory."""
     return out.with_name(f".tmp-{out.name}-{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:8]}")
 
 
@@ -194,7 +194,7 @@ def _remove(path: Path) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Return whether a process with this id exists on this machine; on systems other than POSIX always True."""
+    """Return whether the process `pid` exists on this machine. On systems other than POSIX, return always True."""
     if os.name != "posix":  # On other systems signal 0 is a real signal.
         return True
     try:
@@ -233,18 +233,19 @@ def sha256(path: Path) -> str:
 
 
 def state(path: Path) -> tuple[int, int, int, int]:
-    """Return inode, size, mtime and ctime (ns) of a file. At least one changes when the file is replaced or edited.
+    """Return inode, size, mtime and ctime (ns) of a file. An edit or a new file changes at least one number.
 
-    The ctime shows an edit even if a program sets the mtime back.
+    The ctime changes at an edit even if a program sets the mtime back.
     """
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def remembered_sha256(path: Path) -> str:
-    """Return the sha256 of a file, and keep it in the user's cache. The cache key is the path and the `state`.
+    """Return the sha256 of a file. The hash stays in the user's cache, so an unchanged file is read only once.
 
-    A large file is thus read only once. Disk damage does not change the `state`; to detect damage, call `sha256`.
+    The cache key is the path and the result of `state`, which disk damage does not change. To detect damage, call
+    `sha256`.
     """
     name = f"{path.resolve()}/{state(path)}"
     known = cache_directory() / "hashes" / hashlib.sha256(name.encode()).hexdigest()[:32]
@@ -264,11 +265,13 @@ def remembered_sha256(path: Path) -> str:
 
 
 ABSOLUTE = re.compile(r"(?<![\w.:/~<&])~?/(?:[^\s/\"'<>,;:()]+/)+(?=[^\s/])")
-"""The directories of an absolute path in a sentence, without the last part of the path. URLs do not match."""
+"""A pattern that finds absolute paths in a text. A match is the path without its last part, `/home/me/` of
+`/home/me/x.fasta`. URLs are not matched.
+"""
 
 
 def without_directories(value: Any) -> Any:
-    """Shorten every absolute path in the texts of a JSON value to its last part, so that no private directory is shown.
+    """Shorten every absolute path in a JSON value to its last part, so that no private directory is shown.
 
     >>> without_directories({"model": "/home/me/my runs/model", "notices": ["/data/x.fasta: 3 records"]})
     {'model': 'model', 'notices': ['x.fasta: 3 records']}
@@ -283,10 +286,10 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return the path of a model as a shared file in `directory` may name it, without the home of the user.
+    """Return a model's path in the form that a shared file in `directory` uses, without the user's home directory.
 
-    An absolute path becomes relative to `directory`, and begins with `./` or `../`. If `path` and `directory` have only
-    the root or a parent of the home in common, the result is `./NAME`. Relative paths and hub names do not change.
+    An absolute path becomes relative to `directory`, and begins with `./` or `../`. It becomes `./NAME` if it shares
+    with `directory` only the root or a parent of the home directory. Relative paths and hub names stay as they are.
     """
     if not Path(path).is_absolute():
         return path
@@ -299,19 +302,19 @@ def shared_place(path: str, directory: Path) -> str:
 
 
 def found_place(name: str, directory: Path) -> str:
-    """Make a path absolute that begins with `./` or `../` (see `shared_place`). Other names do not change."""
+    """Return a path that begins with `./` or `../` as an absolute path below `directory`; other names unchanged."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a text has the form OWNER/NAME of a Hugging Face repository. Relative paths may have this form."""
+    """Return whether a text looks like a Hugging Face repository `OWNER/NAME`. Relative paths may look like this."""
     is_file = Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
     form = re.fullmatch(r"[a-z0-9][\w.-]*/\w[\w.-]*", name, re.ASCII | re.IGNORECASE)
     return form is not None and not is_file and "--" not in name and ".." not in name
 
 
 def cache_directory() -> Path:
-    """Return the cache directory of the user. It keeps token stores, hashes and copies of remote files between runs."""
+    """Return the user's cache directory, in which runs keep token stores, hashes and copies of remote files."""
     if "ESMSHARD_CACHE" in os.environ:
         return Path(os.environ["ESMSHARD_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"
@@ -319,7 +322,7 @@ def cache_directory() -> Path:
 
 @contextmanager
 def locked_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the cache path of a key under a lock: other processes that ask for the same key wait."""
+    """Provide the path of the cache directory for a key, and lock the key: other processes with this key wait."""
     from filelock import FileLock  # This import is slow.
 
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -330,7 +333,7 @@ def locked_directory(kind: str, key: str) -> Iterator[Path]:
 
 
 def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> Path:
-    """Return the cache directory of a key. If it is missing or damaged, make it with `sealed_directory`.
+    """Return the cache directory of a key. If the directory is missing or damaged, make it by `sealed_directory`.
 
     While one process makes the directory, other processes wait.
     """
@@ -341,9 +344,9 @@ def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> 
 
 
 def sealed_directory(out: Path, make: Callable[[Path], list[str]]) -> None:
-    """Let `make` write the files of a new directory, and add `manifest.json`: the sha256 of each file, and notices.
+    """Let `make` write the files of a new directory, and add the file `manifest.json`.
 
-    `make` returns the notices.
+    The manifest has the sha256 of each file, and the notices that `make` returns.
     """
     with whole_directory(out) as work:
         notices = make(work)
@@ -360,6 +363,6 @@ def _is_whole(directory: Path) -> bool:
 
 
 def shipped(kind: Literal["recipes", "data"]) -> Path:
-    """Return the directory of the recipes or the sample data, in the installed package or at the top of a clone."""
+    """Return the directory of the shipped recipes or sample data, in the installed package or in a git clone."""
     installed = Path(__file__).parents[1] / "_shipped" / kind
     return installed if installed.is_dir() else Path(__file__).parents[2] / kind

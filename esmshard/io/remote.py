@@ -1,7 +1,7 @@
 """Cloud buckets (`s3://`, `gs://`): copies of inputs in the local cache, and uploads of results.
 
-A bucket cannot rename or append to objects, or map them to memory. It writes each object in one step: readers never see
-half an object.
+A bucket cannot rename an object, append to an object, or map an object to memory. A bucket writes each object in one
+step, so a reader never finds half an object.
 """
 
 import functools
@@ -28,12 +28,12 @@ _CREDENTIALS = {
 
 
 def address(path: str | os.PathLike[str]) -> str | None:
-    """Return the normal form of an address in a bucket; None for a path on a disk.
+    """Return the normal form (`s3://...`, `gs://...`) of an address in a bucket; None for a path on a disk.
 
     `pathlib` turns two slashes into one, so `s3:/bucket/name` is also an address.
 
     Raises:
-        UsageError: the address has a password, which would get into logs and recipes.
+        UsageError: the address has credentials, which would get into logs and recipes, or a `?`.
 
     >>> address("s3://bucket/x.fasta"), address(Path("gs://bucket/x")), address("data/s3/x.fasta")
     ('s3://bucket/x.fasta', 'gs://bucket/x', None)
@@ -51,19 +51,19 @@ def address(path: str | os.PathLike[str]) -> str | None:
 
 
 class Stored(NamedTuple):
-    """Size and tag of an object in a bucket."""
+    """The size and the tag of an object in a bucket."""
 
     size: int
     """The size of the object in bytes."""
     tag: str
-    """The tag that the bucket gives to the content (ETag). A new tag means that the object was written again."""
+    """The tag (ETag) that the bucket gives to an object. A new tag means that the object was written again."""
 
 
 class RemoteDirectory:
     """The object at an address in a bucket, and all objects below this address.
 
-    Methods take names relative to the address. The empty name is the object at the address itself. All methods raise
-    `InputError` if the bucket cannot be used.
+    Methods take names of objects relative to the address. The empty name is the object at the address itself. All
+    methods raise `InputError` if the bucket cannot be used.
     """
 
     def __init__(self, url: str) -> None:
@@ -71,14 +71,14 @@ class RemoteDirectory:
         self._path = url.partition("://")[2]
 
     def listing(self, folder: str = "") -> dict[str, Stored]:
-        """Return size and tag of each object below the address, by name. `folder` limits the list to one folder."""
+        """Return the size and tag of each object below the address, by name. `folder` limits the list to one folder."""
         with one_sentence(self.url):
             entries = self._files.find(self._key(folder), detail=True)
         prefix = f"{self._path}/"
         return {name.removeprefix(prefix): _stored(entry) for name, entry in entries.items() if name.startswith(prefix)}
 
     def look(self, name: str) -> Stored | None:
-        """Return size and tag of an object; None if the object does not exist."""
+        """Return the size and tag of an object; None if the object does not exist."""
         with one_sentence(self.url):
             try:
                 entry = self._files.info(self._key(name))
@@ -89,7 +89,7 @@ class RemoteDirectory:
         return _stored(entry) if entry["type"] == "file" else None
 
     def read(self, *names: str) -> dict[str, bytes]:
-        """Read objects in parallel, and return their contents by name. Leave out objects that do not exist."""
+        """Read objects in parallel, and return the content of each object by name. Missing objects are left out."""
         keys = {self._key(name): name for name in names}
         if not keys:
             return {}
@@ -101,17 +101,17 @@ class RemoteDirectory:
         return {keys[key]: content for key, content in contents.items() if isinstance(content, bytes)}
 
     def write(self, name: str, data: bytes) -> None:
-        """Write an object, or replace it."""
+        """Write an object with the content `data`. An existing object is replaced."""
         with one_sentence(self.url):
             self._files.pipe_file(self._key(name), data)
 
     def first_bytes(self, name: str, count: int) -> bytes:
-        """Return the first `count` bytes of an object."""
+        """Return the first `count` bytes of an object, without reading the rest."""
         with one_sentence(f"{self.url}/{name}"):
             return bytes(self._files.cat_file(self._key(name), start=0, end=count))
 
     def upload(self, file: Path, name: str) -> Stored:
-        """Copy a file into the bucket, and return size and tag of the object."""
+        """Copy a file into the bucket, and return the size and tag of the new object."""
         with one_sentence(self.url):
             self._files.put_file(str(file), self._key(name))
         entry, size = self.look(name), file.stat().st_size
@@ -121,7 +121,7 @@ class RemoteDirectory:
         return entry
 
     def download(self, name: str, file: Path) -> None:
-        """Copy an object into a file. The file has a temporary name until it is complete."""
+        """Copy an object into a file. The file has a temporary name until the copy is complete."""
         file.parent.mkdir(parents=True, exist_ok=True)
         work = file.with_name(f".tmp-{os.getpid()}-{file.name}")
         try:
@@ -150,7 +150,7 @@ class RemoteDirectory:
 
 @functools.cache
 def _library(scheme: str, process: int) -> Any:
-    """Return the fsspec file system of a process. A forked process needs a new one, since threads do not survive."""
+    """Return an fsspec file system for a process. The file system has threads, which are lost in a forked process."""
     import fsspec
 
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
@@ -163,7 +163,7 @@ def _stored(entry: Mapping[str, Any]) -> Stored:
 
 @contextmanager
 def one_sentence(url: str) -> Iterator[None]:
-    """Turn an error of a bucket into an `InputError` with one sentence."""
+    """Replace an error of a bucket in a `with` block by an `InputError`, whose message is one sentence about `url`."""
     try:
         yield
     except (InputError, FileExistsError, KeyboardInterrupt):
@@ -181,25 +181,25 @@ def one_sentence(url: str) -> Iterator[None]:
 
 
 def local(path: str | os.PathLike[str], *, needed: bool = True) -> Path:
-    """Return the local path of an input. An address in a bucket is copied to the cache; a path on a disk is unchanged.
+    """Return the local path of an input. Objects at an address in a bucket are first copied to the cache.
 
-    Each process updates a copy only once.
+    A process looks for new versions of the objects only at its first call. A path on a disk is returned unchanged.
 
     Raises:
-        InputError: the bucket cannot be read, the disk is full, or nothing is at the address and `needed` is true.
+        InputError: the bucket cannot be read, the disk is full, or there is no object and `needed` is true.
     """
     url = address(path)
     return Path(path) if url is None else _copied(url, needed)
 
 
 def exists(url: str) -> bool:
-    """Return whether there is an object at this address."""
+    """Return whether there is an object at exactly this address."""
     return RemoteDirectory(url).look("") is not None
 
 
 @functools.cache
 def _copied(url: str, needed: bool) -> Path:
-    """Copy the object at an address, or all objects below it, to the cache, and return the path of the copy.
+    """Copy the object at an address, or all objects below the address, to the cache. Return the path of the copy.
 
     Objects whose size and tag have not changed are not copied again.
     """
@@ -208,7 +208,7 @@ def _copied(url: str, needed: bool) -> Path:
     single = place.look("")
     objects = {"": single} if single is not None else place.listing()
     if not objects and not needed:
-        target.unlink(missing_ok=True)  # An earlier copy may exist.
+        target.unlink(missing_ok=True)  # A copy of an object that no longer exists is removed.
         return target
     if not objects:
         raise InputError(f"{url}: there is no such object, and no object below it; look at the address")
@@ -216,7 +216,7 @@ def _copied(url: str, needed: bool) -> Path:
         from filelock import FileLock
 
         state.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(state.with_suffix(".lock")):  # One process of a machine copies the objects.
+        with FileLock(state.with_suffix(".lock")):  # Only one process of a machine copies the objects.
             return _updated(place, target, objects, state)
     except OSError as error:
         raise InputError(
@@ -266,7 +266,7 @@ def _updated(place: RemoteDirectory, target: Path, objects: Mapping[str, Stored]
 
 
 def scratch() -> AbstractContextManager[Path]:
-    """Provide a temporary directory for the files of an upload (`scratch_directory`)."""
+    """Provide a temporary directory for the files of an upload. It is removed when the `with` block ends."""
     return scratch_directory(cache_directory() / "uploads" / "result")
 
 
@@ -277,8 +277,8 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
 
     Args:
         url: the address of the result.
-        overwrite: replace objects at the address. Only objects that `write` replaces are removed.
-        write: writes a file or a directory at the path that it gets. The path ends like the address.
+        overwrite: replace objects at the address. An object that `write` neither replaces nor removes is kept.
+        write: writes a file or a directory at the path that is its argument. The path ends like the address.
 
     Raises:
         UsageError: there are objects at the address, and `overwrite` is not set.
@@ -291,7 +291,7 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
         out = folder / url.rpartition("/")[2]
         lists = (failures_file(out).name, chains_file(out).name)
         old = {name for name in lists if parent.look(name) is not None}
-        for name in before:  # `write` finds empty files in place of the objects, and can refuse to replace them.
+        for name in before:  # Empty files stand for the existing objects, so that `write` can refuse to replace them.
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).touch()
             os.utime(out / name, ns=(1, 1))
@@ -319,8 +319,9 @@ _LAST = {"config.json": 1, "manifest.json": 1}
 
 
 def data_file(path: str) -> Path:
-    """Return the local file of a data path. `sample:contact/train` is `contact/train.fasta` in the sample data of this
-    package, and `sample:contact/labels.csv` is `contact/labels.csv`. An address in a bucket is copied to the cache.
+    """Return the local file of a data path. An object at an address in a bucket is copied to the cache. A path such as
+    `sample:contact/train` or `sample:contact/labels.csv` means `contact/train.fasta` or `contact/labels.csv` in the
+    sample data of esmshard.
     """
     if (url := address(path)) is not None:
         local(f"{_ENDING.sub('', url)}.npz", needed=False)  # The `.npz` has the labels of a FASTA file, if it exists.

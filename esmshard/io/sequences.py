@@ -1,17 +1,17 @@
 """Readers of sequence files. They read FASTA files, and convert tables and other formats to FASTA text.
 
-A FASTA file is read in blocks of about 1 MiB, each with whole records. One `bytes.translate` encodes all usual records
-of a block. Only unusual records are treated one by one, by the rules of `esmshard.io.symbols`.
+A FASTA file is read in blocks of about 1 MiB, each with whole records. One call of `bytes.translate` encodes all usual
+records of a block. Only unusual records are treated one by one, by the rules of `esmshard.io.symbols`.
 
-The id is the first word of the header. A header without an id gets a name such as `seqnum000000004`. The number is the
+The id is the first word of the header. A header without an id gets an id such as `seqnum000000004`, whose number is the
 line of the header, counted from 0, as in fair-esm.
 
 In a table, these column names are known, in upper or lower case:
 
 | content | column names |
 |---|---|
-| sequences | one of SEQUENCE_NAMES; else a pair of CHAIN_NAMES; else `protein`, as in SaprotHub's tables |
-| ids | `id`, else one of ID_NAMES; without such a column, the id of line 17 is `row_17` |
+| sequences | one of `SEQUENCE_NAMES`; else a pair of `CHAIN_NAMES`; else `protein`, as in SaprotHub's tables |
+| ids | `id`, else one of `ID_NAMES`; without such a column, the id of line 17 is `row_17` |
 | sets | `set` or `split`, with `validation` as in FLIP's tables; else `stage`, if all its cells name sets |
 """
 
@@ -45,7 +45,7 @@ CHAIN_NAMES = (
     ("vh", "vl"), ("alpha_chain", "beta_chain"), ("chain_a", "chain_b"), ("sequence_a", "sequence_b"),
     ("seq_a", "seq_b"), ("sequence_1", "sequence_2"), ("sequence1", "sequence2"), ("seq1", "seq2"),
 )  # fmt: skip
-"""Names of two columns with one chain each. The Observed Antibody Space uses `sequence_alignment_aa_heavy`."""
+"""Names of two columns with one chain each. The Observed Antibody Space has `sequence_alignment_aa_heavy`."""
 ID_NAMES = (
     "id", "name", "entry", "identifier", "accession", "protein", "protein_id", "sequence_id", "seq_id", "uniprot_id",
 )  # fmt: skip
@@ -60,12 +60,12 @@ class SequenceTable:
     """The rows of a table that have a sequence. All lists are in the order of the rows."""
 
     rows: Table
-    """The table with these rows only; `rows.ids` is the name of its id column."""
+    """The table with only the rows that have a sequence. `rows.ids` is the name of the id column."""
     headers: list[str]
-    """The header of each record: the id, and `SET=` and `VALIDATION=` if the table has a column of sets."""
+    """The header of each record: the id, with `SET=` and `VALIDATION=` if the table has a column of sets."""
     sequences: list[str]
     edits: Edits
-    """Counts of rows that were left out, and of rows with one chain of two."""
+    """Counts of the rows that were left out, and of the rows with only one of two chains."""
 
 
 def read_sequence_table(path: Path, sequences: str | None = None, names: str | None = None) -> SequenceTable:
@@ -73,12 +73,12 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
 
     Args:
         path: the table.
-        sequences: the name of the sequence column; None to look for a known name.
-        names: the name of the id column; None to look for a known name.
+        sequences: the name of the sequence column. If it is None, the function looks for a known name.
+        names: the name of the id column. If it is None, the function looks for a known name.
 
     Raises:
-        InputError: the table cannot be read, the sequence column or the id column is not clear, or an id is invalid.
-            The message names the columns or the line.
+        InputError: the table cannot be read, has no sequences, or an id is invalid; or several columns may have the
+            sequences or ids. The message names the columns or the line.
     """
     table = read_table(path)
     for name in (sequences, names):
@@ -111,7 +111,7 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
     if ids is None:
         ids, columns = "id", {"id": [f"row_{line}" for line in lines], **columns}
     rows = replace(table, columns=columns, lines=lines, ids=ids)
-    for row, cell in enumerate(columns[ids]):  # All outputs name records by their ids, as FASTA headers do.
+    for row, cell in enumerate(columns[ids]):  # An id must be one word without spaces, as in a FASTA header.
         if not cell:
             raise InputError(f"{rows.where(row)}: column {quoted(ids)} is empty; fill it in, or remove the row")
         if len(cell.split()) > 1:
@@ -124,7 +124,7 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
 
 
 def _sequence_columns(table: Table) -> tuple[str, ...]:
-    """Find the sequence column, or the two chain columns. Return one or two names; () if the table has neither."""
+    """Return the name of the sequence column, or the names of the two chain columns; () if the table has neither."""
     if column := table.only_column(SEQUENCE_NAMES, _RENAME):
         return (column,)
     lower = {name.lower() for name in table.columns}
@@ -140,7 +140,7 @@ def _set_attributes(table: Table) -> list[str]:
     """Return ` SET=... VALIDATION=...` for the header of each record; '' if the table has no column of sets."""
 
     def attribute(key: str, cell: str) -> str:
-        # A value must be one word. A name of two words becomes an unknown set, which `split_of` refuses.
+        # A value must be one word. Two words become one unknown name, which the function `split_of` refuses.
         return "" if cell.lower() in MISSING else f" {key}={'_'.join(cell.split())}"
 
     column = table.only_column(("set", "split"), _RENAME)
@@ -156,11 +156,11 @@ def _set_attributes(table: Table) -> list[str]:
 
 STDIN = Path("-")
 CONVERSION = 3
-"""The version of the code that converts other files to FASTA text. After a change, cached stores are made again."""
+"""The version of the code that converts other formats to FASTA text. A new version replaces cached stores."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _NUL_HEADER = re.compile(rb"(?<![^\r\n])>([^\r\n]*\0[^\r\n]*)")
-"""A header with a NUL character. File names, HDF5 strings and environment variables cannot hold a NUL."""
+"""A pattern for a header with a NUL character. File names, HDF5 strings and environment variables allow no NUL."""
 _TEXT_TABLE = re.compile(r"\.(csv|tsv|tab)(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
 _BINARY_TABLES = {".parquet": b"PAR1", ".xlsx": b"PK\x03\x04"}
 _HEAD, _MARK, _NUMBERED = 4096, b"\xef\xbb\xbf", b"seqnum%09d"
@@ -171,13 +171,13 @@ FORMATS = {
     "stockholm": ("a Stockholm alignment", re.compile(rb"# STOCKHOLM")),
     "clustal": ("a Clustal alignment", re.compile(rb"CLUSTAL")),
 }
-"""The formats that Biopython reads. Key: name in `Bio.SeqIO`. Value: title for messages, and the begin of a file."""
+"""The formats that Biopython reads, by their names in `Bio.SeqIO`: title for messages, pattern of the file begin."""
 
 
 class ConvertedSource(io.BytesIO):
-    """FASTA text that was made from another format. Each header and each sequence is one line.
+    """A stream of FASTA text that was made from another format. Each header and each sequence is one line.
 
-    `edits` counts what was left out. `lines` has the line number of each record in the original file, if it is known.
+    `edits` counts changes and omissions. `lines` has the line of each record in the original file; None if unknown.
     """
 
     def __init__(
@@ -189,12 +189,12 @@ class ConvertedSource(io.BytesIO):
         self._lines = lines
 
     def line_in_file(self, at: int) -> int:
-        """Return the line of the original file (from 1) for byte `at` of the FASTA text; 0 if it is not known."""
+        """Return the line in the original file (from 1) of the record with byte `at` of the text; 0 if unknown."""
         return 0 if self._lines is None else self._lines[self.getvalue().count(b"\n", 0, at) // 2]
 
 
 def read_format(path: Path, kind: str) -> ConvertedSource:
-    """Convert a file in the format `kind` (a key of FORMATS) to FASTA text. The file may be compressed.
+    """Convert a file in the format `kind` (a key of `FORMATS`) to FASTA text. The file may be compressed.
 
     Raise `InputError` if the file cannot be read or has no record.
     """
@@ -207,7 +207,7 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             source = io.BytesIO(body.encode()) if kind == "uniprot-xml" else io.StringIO(body)
-            # Biopython never stops reading a Clustal file without a record.
+            # With a Clustal file without a record, Biopython never ends.
             is_empty = kind == "clustal" and re.search(r"\n\S", body) is None
             records = [] if is_empty else list(SeqIO.parse(source, kind))  # type: ignore[no-untyped-call]
             sequences = ["".join(str(record.seq).split()) for record in records]
@@ -226,7 +226,7 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether a file is FASTA text without compression. Only its first bytes count; names are often wrong."""
+    """Return whether a file is FASTA text without compression. The first bytes decide, since names are often wrong."""
     if path == STDIN:
         return False
     with readable(path, "a FASTA file"), _open(path) as file:
@@ -234,9 +234,9 @@ def is_plain(path: Path) -> bool:
 
 
 def other_kind(path: Path) -> str | None:
-    """Return `table` or a key of FORMATS for a sequence file; None for a FASTA file and for the standard input.
+    """Return `table` or a key of `FORMATS` for a sequence file; None for FASTA, other files and the standard input.
 
-    The first bytes of the file decide. A table must also have a known extension: .parquet, .xlsx, .csv, .tsv or .tab.
+    The first bytes decide. A table must also have the extension .parquet, .xlsx, .csv, .tsv or .tab.
     """
     if path == STDIN or not path.is_file():
         return None
@@ -252,14 +252,14 @@ def other_kind(path: Path) -> str | None:
 
 
 def is_sequence_table(path: Path) -> bool:
-    """Return whether a path is a table, by its first bytes and its extension (`other_kind`)."""
+    """Return whether a file is a table, by its first bytes and its extension (see `other_kind`)."""
     return other_kind(path) == "table"
 
 
 def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  # frozen
     """Open a sequence file or the standard input as a stream of FASTA text.
 
-    For a table or another format, the stream is a `ConvertedSource`. `rules` may name the columns of a table. Raise
+    For every format except FASTA, the stream is a `ConvertedSource`. `rules` may name the columns of a table. Raise
     `InputError` if the file cannot be converted.
     """
     kind = other_kind(path)
@@ -278,20 +278,20 @@ def open_bytes(path: Path) -> BinaryIO:
     kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
     if kind is None:
         return raw
-    # xopen decompresses gzip in a separate thread while this thread encodes.
+    # xopen decompresses gzip in another thread, while this thread encodes the text.
     return xopen(raw, "rb", format=kind, threads=1 if kind == "gz" else 0)  # type: ignore[no-any-return]
 
 
 def _open(path: Path) -> BufferedReader:
-    if path.is_fifo() or path.is_char_device():  # A file is read several times, but a pipe can be read only once.
+    if path.is_fifo() or path.is_char_device():  # The file is read several times, but a pipe only once.
         raise InputError(f"{path}: is a pipe, not a file; pipe it into the standard input and name that, as -")
     return open(path, "rb")
 
 
 BLOCK = 1 << 20
-"""The size of one read in bytes. `translate` is twice as fast for a block that fits into the cache of a core."""
+"""The size of a block in bytes. `bytes.translate` is twice as fast if the block fits into the cache of a core."""
 LONGEST = 1 << 26
-"""The maximum size of a record in bytes, with line ends. The longest known protein has 36,000 residues."""
+"""The maximum size of a record in bytes, including line ends. The longest known protein has 36,000 residues."""
 
 
 @dataclass(frozen=True)
@@ -304,7 +304,7 @@ class Block:
     tokens: bytes
     """The residue tokens of all records, one byte each, with `<eos>` after each record."""
     lengths: npt.NDArray[np.int64]
-    """Number of residues of each record, int64 [N]."""
+    """The number of tokens of each record without `<eos>`, int64 [N]."""
 
 
 def read_blocks(
@@ -314,10 +314,10 @@ def read_blocks(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[Block]:
-    """Yield the records of a file in blocks. Ids may repeat. Raise the same errors as `read_fasta`.
+    """Yield the records of a file in blocks. Ids may repeat. The errors are those of `read_fasta` about single records.
 
-    In a plain file, only records are read whose first byte is in the range from `start` to `stop` (exclusive). So
-    adjacent ranges together give every record exactly once. A file that is not plain is always read as a whole.
+    In a plain file, a record is read if its first byte is in the range from `start` to `stop` (exclusive). So adjacent
+    ranges together give every record exactly once. Without a range, the whole file is read.
     """
     with readable(path, "a FASTA file"), open_source(path, rules) as stream:
         converted = stream if isinstance(stream, ConvertedSource) else None
@@ -331,17 +331,17 @@ def read_blocks(
 
 
 class _Reader:
-    """A reader of the blocks of one file. It also finds line numbers for messages."""
+    """A reader of the blocks of one file. The reader also finds line numbers for messages."""
 
     def __init__(self, path: Path, edits: Edits, rules: Rules, converted: ConvertedSource | None) -> None:
         self._path, self._edits, self._rules, self._converted = path, edits, rules, converted
         self._table = table(rules, {">": EOS})  # '>' separates the records.
-        # `self._lines` is the number of lines before byte `self._counted`. If a message needs a line number, the file
-        # is read again. The standard input cannot be read again, so its lines are always counted.
+        # `self._lines` is the number of lines before byte `self._counted`. The lines of a file are counted only for a
+        # message, by reading the file again. The standard input cannot be read again, so its lines are always counted.
         self._lines, self._counted = 0, 0 if path == STDIN else -1
 
     def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-        """Yield chunks of about BLOCK bytes, each with whole records. The offset of a chunk comes before its bytes."""
+        """Yield the offset and the bytes of each chunk. A chunk has whole records, and about `BLOCK` bytes."""
         at, rest = self._first(stream) if start <= len(_MARK) else (0, b"")
         if at < start:
             at, rest = self._next(stream, start)
@@ -365,7 +365,7 @@ class _Reader:
             at, rest = at + cut, whole[cut:]
 
     def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
-        """Return the offset of the first record, and the bytes from this offset to the end of the last read."""
+        """Return the offset of the first record, and the bytes from this offset on that have been read so far."""
         at, data = 0, stream.read(BLOCK)
         if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise InputError(f"{self._path}: is UTF-16 text; save it as UTF-8")
@@ -391,8 +391,8 @@ class _Reader:
         raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
     def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
-        """Find the first record that begins at or after byte `start`. Return its offset and the bytes from there on;
-        no bytes if there is no such record.
+        """Return the offset of the first record that begins at or after byte `start`, and the bytes from this offset on
+        that have been read so far; no bytes if there is no such record.
         """
         at = start - 1
         stream.seek(at)
@@ -405,7 +405,7 @@ class _Reader:
         return at, b""
 
     def block(self, at: int, chunk: bytes, stop: int | None) -> Block:
-        """Encode those records of a chunk whose first byte is before `stop`. The chunk begins at byte `at`."""
+        """Encode the records of a chunk that begin before byte `stop`. The chunk begins at byte `at` of the file."""
         if stop is not None and at + len(chunk) > stop:
             marks = _marks(chunk)
             inside = int(np.searchsorted(marks, stop - at))
@@ -429,7 +429,7 @@ class _Reader:
             )
         try:
             ids = [header.split(None, 1)[0] for header in headers]
-        except IndexError:  # The header is '>' alone.
+        except IndexError:  # A header has no text after '>'.
             headers = self._named(at, chunk, headers)
             ids = [header.split(None, 1)[0] for header in headers]
         codes = b">".join([*bodies, b""]).translate(self._table, BLANKS)
@@ -444,7 +444,7 @@ class _Reader:
                 unusual[np.searchsorted(stops, np.flatnonzero(code_T == STRANGE))] = True
             if not unusual.any():
                 return Block(ids, headers, codes, lengths)
-        else:  # A '>' is inside a sequence.
+        else:  # A '>' is inside a sequence line.
             unusual = np.ones(len(ids), dtype=bool)
         marks = _marks(chunk)
         rows: list[tuple[bytes, bytes, bytes]] = []
@@ -463,7 +463,7 @@ class _Reader:
         )
 
     def _named(self, at: int, chunk: bytes, headers: list[bytes]) -> list[bytes]:
-        """Return the header lines of a chunk. An empty header becomes `seqnum` and its line number."""
+        """Return the header lines of a chunk. An empty header becomes `seqnum` with the line number (from 0)."""
         line, before, named = self.line(at, chunk, 0) - 1, 0, []
         for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
             line, before = line + _newlines(chunk[before:mark]), mark
@@ -473,7 +473,7 @@ class _Reader:
     def _unusual(
         self, name: bytes, header: bytes, body: bytes, where: tuple[int, bytes, int]
     ) -> list[tuple[bytes, bytes, bytes]]:
-        """Apply the rules to an unusual record. Return the id, header and tokens of the records that it becomes."""
+        """Apply the rules to an unusual record. Return the id, header and tokens of each resulting record."""
         record_id = name.decode()
         try:
             tokens = clean(body.decode(), self._rules, self._edits, record_id)
@@ -494,7 +494,7 @@ class _Reader:
                 ) from None
 
     def line(self, at: int, chunk: bytes, place: int) -> int:
-        """Return the line (from 1) of byte `place` of a chunk. The chunk begins at byte `at` of the text."""
+        """Return the line (from 1) of byte `place` of a chunk, which begins at byte `at` of the text."""
         if self._counted != at:
             text = None if self._converted is None else io.BytesIO(self._converted.getvalue())
             with text or open_bytes(self._path) as stream:
@@ -506,7 +506,7 @@ class _Reader:
         return self._lines + _newlines(chunk[:place]) + 1
 
     def _where(self, at: int, chunk: bytes, place: int) -> str:
-        """Return file and line of byte `place` of a chunk, for messages; only the file if the line is not known."""
+        """Return the file and line of byte `place` of a chunk for a message; only the file if the line is not known."""
         if self._converted is None:
             return f"{self._path}:{self.line(at, chunk, place)}"
         line = self._converted.line_in_file(at + place)
@@ -514,7 +514,7 @@ class _Reader:
 
 
 def _newlines(text: bytes) -> int:
-    """Count the line ends LF, CR and CRLF."""
+    """Return the number of line ends (LF, CR or CRLF) in a text."""
     ends = text.count(b"\n")
     return ends + text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else ends
 
@@ -522,7 +522,7 @@ def _newlines(text: bytes) -> int:
 def _last_record(text: bytes) -> int:
     """Return the index of the byte where the last record begins; 0 if the text has only one record."""
     at = text.rfind(b">")
-    if at > 0 and text[at - 1] not in b"\r\n":  # This '>' is inside a line.
+    if at > 0 and text[at - 1] not in b"\r\n":  # The last '>' is inside a line.
         at = max(text.rfind(b"\n>"), text.rfind(b"\r>")) + 1
     return max(at, 0)
 
@@ -538,7 +538,7 @@ def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Record:
-    """One protein. Its sequence has only letters of `vocab.RESIDUES`, unless the rules keep gaps or masks."""
+    """One record. `sequence` has letters of `vocab.RESIDUES` and `:` between chains. Rules may allow gaps and masks."""
 
     id: str
     description: str
@@ -549,18 +549,18 @@ class Record:
 def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: Rules = Rules()) -> Iterator[Record]:  # noqa: B008  # frozen
     """Read the records of a sequence file in file order, plain or compressed (gz, bgz, bz2, xz, zst).
 
-    The path `-` is the standard input. If two records have the same id and sequence, only the first is returned, and
-    `edits` counts the second. For this check all sequences stay in memory. For more than a few million records, use a
-    token store.
+    The path `-` is the standard input. If two records have the same id and sequence, only the first record is returned,
+    and `edits` counts the second record. All sequences stay in memory. For more than a few million records, use a token
+    store.
 
     Args:
         path: the file.
-        edits: gets the counts of all changes.
+        edits: counts all changes.
         rules: the changes that are allowed.
 
     Raises:
-        InputError: the file cannot be read or has no record, or two records with one id have different sequences. The
-            message names file, line, record and position.
+        InputError: the file cannot be read or has no record, a record breaks the rules, or two records with one id have
+            different sequences. The message names the file, and the line or the record.
     """
     path = Path(path)
     edits = Edits() if edits is None else edits
@@ -582,7 +582,7 @@ READ_ONCE = "a record that came twice was read once"
 
 
 def repeated(name: str, files: str) -> str:
-    """Return the error message for two records of `files` that have the id `name` and different sequences."""
+    """Return the error message for two records that have the same id `name` and different sequences."""
     return (
         f"{files}: '{shown(name)}' comes twice with two sequences; rename one of the two, or "
         f"{in_a_store('--on-duplicate suffix')}"

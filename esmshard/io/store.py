@@ -1,18 +1,18 @@
-"""The token store: the tokens of sequence files as memory-mapped arrays. `ingest` writes a store.
+"""The token store: the tokens of sequence files as memory-mapped arrays. The function `ingest` writes a store.
 
-A store is a directory. It has a temporary name until it is complete. Files of version 4:
+A store is a directory, which has a temporary name until the store is complete. Files of version 4:
 
     tokens-00000.u8 ...   residues of all records, one byte each, with `<eos>` after each record
     headers-00000.txt ... one header without `>` per line; its first word is the id
     offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of the joined token shards
-    headers.npy           int64 [N + 1]: the same for the header shards
-    ids.npy               uint64 [N]: the hashes of the ids (`keys`), sorted
+    headers.npy           int64 [N + 1]: the same offsets for the headers in the joined header shards
+    ids.npy               uint64 [N]: the hashes of the ids (function `keys`), sorted
     rows.npy              uint32 or uint64 [N]: the record number of each hash in `ids.npy`
     manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file, of all tokens
                           together, and of the manifest
 
 The manifest and the arrays are compared with their sha256 when a store is opened. A shard is compared when a process
-first reads it. So a damaged byte is never read as a residue or an id. Memory does not grow with the number of records.
+first reads the shard. So a damaged byte is never read as a residue or an id. The arrays stay on disk until their use.
 """
 
 import bisect
@@ -46,27 +46,27 @@ from esmshard.vocab import ALPHABET_HASH
 FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
-"""What `ingest` notes about each record: the number of residues, the bytes of the header, and the hash of the id."""
+"""The arrays of `columns.npz`, one number for each record: residues, size of the header in bytes, hash of the id."""
 _OPEN_SHARDS = 256
-"""The maximum number of shards that stay mapped. Each mapped shard uses a file descriptor."""
+"""The maximum number of shards that stay mapped into memory. Each mapped shard uses a file descriptor."""
 _SAMPLE = 10_000
-"""The number of records, evenly spread over the store, that are checked for nucleotides."""
+"""The maximum number of records that `ingest` checks for DNA and RNA. They are spread evenly over the store."""
 
 
 class TokenStore:
     """An open token store. Tokens and headers are read from disk when they are used."""
 
     def __init__(self, path: Path, checked: frozenset[str] = frozenset()) -> None:
-        """Open the store in directory `path`. The files in `checked` are not compared with their sha256 again.
+        """Open the store in the directory `path`. The files in `checked` are not compared with their sha256 again.
 
         Raises:
-            InputError: the manifest or an array is missing or altered.
+            InputError: the manifest or an array is missing or changed, or has another version.
         """
         self.path = path
         self.manifest = _manifest(path)
         self._checked = set(checked)
         self.notices: list[str] = self.manifest["notices"]
-        """Sentences about data that `ingest` changed."""
+        """Sentences about the changes that `ingest` made to sequences and ids."""
         for name in ARRAYS:
             self._check(name)
         self.offsets, self.header_offsets, self.keys, self.rows = (
@@ -75,21 +75,21 @@ class TokenStore:
         # For each shard: the number of its first record, and the offsets of its first token and header byte.
         sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
         self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
-        # The cache gets the path and not `self`. A reference to `self` would keep the files open.
+        # The cache gets the path, because a reference to `self` would keep the files open.
         self._mapped = functools.lru_cache(_OPEN_SHARDS)(functools.partial(_mapped, self.path))
 
     def __getstate__(self) -> dict[str, Any]:
         return {"path": self.path, "checked": frozenset(self._checked)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(**state)  # type: ignore[misc]  # The process that unpickles the store maps the files again.
+        self.__init__(**state)  # type: ignore[misc]  # The new process maps the files again.
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
     @functools.cached_property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """The number of residues of each record, int32 [N]. No record is longer than `sequences.LONGEST`."""
+        """The number of tokens of each record, with linkers between chains and without `<eos>`, int32 [N]."""
         lengths = np.empty(len(self), np.int32)
         np.subtract(self.offsets[1:], self.offsets[:-1], out=lengths, casting="unsafe")
         return lengths - 1
@@ -100,7 +100,7 @@ class TokenStore:
         return linker_of(self.manifest)
 
     def check_linker(self, linker: int, path: Path) -> None:
-        """Raise `InputError` if the linkers of this store do not have `linker` tokens. `path` is for the message."""
+        """Raise `InputError` if the linkers of this store do not have `linker` tokens. The message names `path`."""
         if self.linker not in (None, linker):
             raise InputError(
                 f"{path}: its chains were joined by a linker of {self.linker}, and a linker of {linker} is asked for; "
@@ -109,7 +109,7 @@ class TokenStore:
             )
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, with the linkers between chains, uint8 [L]."""
+        """Return the residue tokens of record n, including the linkers between chains, uint8 [L]."""
         return self._read("tokens", 0, self.offsets, n)
 
     def description(self, n: int) -> str:
@@ -121,7 +121,7 @@ class TokenStore:
         return self.header(n).split(None, 1)[0].decode()
 
     def find(self, record_id: str) -> int | None:
-        """Return the number of the record with this id; None if no record has it. The search reads little data."""
+        """Return the number of the record with this id; None if no record has the id. The search reads little data."""
         name = record_id.encode(errors="surrogatepass")
         wanted = keys([name])[0]
         at = int(self.keys.searchsorted(wanted))
@@ -134,16 +134,16 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """A hash of the sequences and their order. It does not depend on the division into shards."""
+        """A hash of all sequences in their order. The hash does not depend on the division into shards."""
         return hashlib.sha256(self.manifest["tokens_sha256"].encode()).hexdigest()
 
     def verify(self) -> None:
-        """Compare every file with its sha256 now. Raise `InputError` about the first file that differs."""
+        """Compare every file of the store with its sha256. Raise `InputError` about the first file that differs."""
         for name in self.manifest["sha256"]:
             self._check(name)
 
     def _check(self, name: str) -> None:
-        """Compare a file with its sha256, unless this process has done so already."""
+        """Compare the file `name` of the store with its sha256, unless this process has compared it already."""
         if name in self._checked:
             return
         try:
@@ -159,11 +159,11 @@ class TokenStore:
         self._checked.add(name)
 
     def header(self, n: int) -> bytes:
-        """Return the header line of record n as bytes, without `>`."""
+        """Return the header line of record n in bytes, without `>`."""
         return self._read("headers", 1, self.header_offsets, n).tobytes()
 
     def _read(self, kind: str, column: int, offsets: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
-        """Return the tokens or the header of record n, without the `<eos>` or line feed at its end."""
+        """Return the tokens or the header of record n, without the `<eos>` or the line feed that follows."""
         if not 0 <= n < len(self):
             raise IndexError(n)
         shard = bisect.bisect_right(self._first_records, n) - 1
@@ -194,7 +194,7 @@ def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
 
 
 def linker_of(manifest: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens in each linker of a store; None if every record is one chain."""
+    """Return the number of tokens in each linker, from the manifest of a store; None if every record is one chain."""
     joined = any(kind.startswith(JOINED) for kind in manifest.get("edits", {}))
     return int(manifest["rules"]["linker"]) if joined else None
 
@@ -231,7 +231,7 @@ _EDGES = np.array([0, 32, 64, 128, 192, 256, 384, 512, 768, 1023, 2048, 4096, 81
 
 @dataclass
 class Shard:
-    """Sizes and hashes of one shard, which is a token file and a header file. The manifest lists them."""
+    """The sizes and hashes of one shard, which has a token file and a header file. The manifest lists all shards."""
 
     records: int = 0
     tokens: int = 0
@@ -251,13 +251,14 @@ def write_index(
 ) -> None:
     """Write the arrays and the manifest of a store. The directory already has the files of all shards.
 
-    `columns` has one array for each entry of COLUMNS, in file order. `facts` has further entries of the manifest.
+    `columns` has an array for each key of `COLUMNS`, in the order of the records. `facts` has further entries of the
+    manifest.
     """
     length_N, header_N, keys = columns
     total, residues = len(length_N), int(length_N.sum(dtype=np.int64))
     for name, column_N in (("offsets.npy", length_N), ("headers.npy", header_N)):
         offsets = np.zeros(total + 1, np.int64)
-        np.cumsum(column_N + 1, out=offsets[1:])  # One byte ends each record.
+        np.cumsum(column_N + 1, out=offsets[1:])  # One byte, `<eos>` or a line feed, ends each record.
         np.save(directory / name, offsets)
     order = np.argsort(keys, kind="stable")
     np.save(directory / "rows.npy", order.astype(np.uint32 if total < 1 << 32 else np.uint64))
@@ -299,19 +300,19 @@ OnDuplicate = Literal["error", "first", "suffix"]
 Say = Callable[[str], None]
 
 SHARD = 1 << 26
-"""The approximate number of bytes of FASTA text in a shard of the store."""
+"""The approximate size of a shard of the store in bytes, tokens and headers together."""
 
 
 @dataclass(frozen=True)
 class Piece:
-    """The input of one `read_piece`: several small files, one large compressed file, or a part of a large file."""
+    """The input of a `read_piece` call: several small files, a large compressed file, or a part of a large file."""
 
     sources: list[int]
     """The indices of the files in the list of all input files."""
     start: int = 0
-    """The first byte of the range."""
+    """The first byte of the part of a large file; 0 for whole files."""
     stop: int | None = None
-    """The end of the range (exclusive); None for whole files."""
+    """The end (exclusive) of the part of a large file in bytes; None for whole files."""
 
 
 def ingest(
@@ -331,14 +332,14 @@ def ingest(
         rules: the changes that are allowed.
         on_duplicate: what happens if several records have the same id, in one file or in different files. `error` keeps
             the first record if all have the same sequence, and raises an error otherwise. `first` keeps the first
-            record. `suffix` keeps all, and renames the later records to `ID_2`, `ID_3` ... (names that are free).
+            record. `suffix` keeps all records, and renames the later records to `ID_2`, `ID_3` ... (unused ids).
         workers: the number of processes. A compressed file is always read by one process.
         overwrite: replace an existing store at `out` after the new store is complete.
-        say: gets a message with the number of records every few seconds.
+        say: is called with a message about the number of records, every few seconds.
 
     Raises:
-        InputError: a file cannot be read. The unfinished store is removed.
-        UsageError: `out` exists and `overwrite` is false.
+        InputError: a file cannot be read, a record breaks the rules, ids repeat, or no record is left.
+        UsageError: `out` exists and `overwrite` is false, or `out` is no store.
     """
     if out.name in ("", ".."):
         raise UsageError(f"{out}: give the directory of the store a name")
@@ -382,7 +383,7 @@ def ingest(
 
 
 def _pieces(fastas: Sequence[Path]) -> list[Piece]:
-    """Divide the files into pieces by size only, so that the shards do not depend on the number of processes."""
+    """Divide the files into inputs for `read_piece`, by size only: shards do not depend on the number of processes."""
     pieces, size = [Piece([])], 0
     for number, fasta in enumerate(fastas):
         plain, more = (False, SHARD) if fasta == STDIN else (is_plain(fasta), fasta.stat().st_size)
@@ -404,7 +405,7 @@ def _folder(work: Path, number: int) -> Path:
 def _read_pieces(
     work: Path, pieces: Sequence[Piece], fastas: Sequence[Path], rules: Rules, workers: int, say: Say
 ) -> Iterator[tuple[list[Shard], Edits]]:
-    """Read all pieces, in this process or in workers. Yield the results of `read_piece` in file order."""
+    """Call `read_piece` for all inputs, in this process or in workers. Yield the results in file order."""
     total, last = 0, time.monotonic()
 
     def count(more: int) -> None:
@@ -424,7 +425,7 @@ def _read_pieces(
         try:
             folders = [_folder(work, number) for number in range(len(pieces))]
             waiting = [pool.submit(read_piece, *each, fastas, rules) for each in zip(folders, pieces, strict=True)]
-            for future in waiting:  # In file order, so that the first of several errors is reported.
+            for future in waiting:  # The file order makes sure that the first of several errors is reported.
                 shards, edits = future.result()
                 count(sum(shard.records for shard in shards))
                 yield shards, edits
@@ -440,7 +441,7 @@ def _read_pieces(
 def read_piece(
     folder: Path, piece: Piece, fastas: Sequence[Path], rules: Rules, count: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Shard], Edits]:
-    """Write the shards and `columns.npz` of one piece into a new directory. Return the shards and the counted edits."""
+    """Write the shards and `columns.npz` of one input into a new directory. Return the shards and the edits."""
     folder.mkdir()
     edits, shards = Edits(), list[Shard]()
     columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
@@ -475,11 +476,11 @@ def read_piece(
 def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen
     """Open a store, or ingest a sequence file into the cache and open the cached store.
 
-    The cache is `$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`. Its key is the path, the
-    `paths.state` and the rules, so an edited file is read again. While one process reads a file, other processes wait.
+    The cache is `$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`. Its keys have the path,
+    the `paths.state` and the rules, so an edited file is read again. During the reading, other processes wait.
 
-    `linker` is the required number of tokens between two chains. If it is None, a file gets `rules.linker`, and a store
-    may have any linker. Raise `InputError` if the path cannot be read, or if a store has another linker.
+    `linker` is the required number of tokens between two chains. If `linker` is None, a file gets `rules.linker`, and a
+    store may have any linker. Raise `InputError` if the path cannot be read, or if a store has another linker.
     """
     if is_store(source):
         store = TokenStore(source)
@@ -504,14 +505,14 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
                 store.verify()
                 return store
             except InputError:
-                shutil.rmtree(out)  # The copy is damaged, and the file is read again.
+                shutil.rmtree(out)  # The cached store is damaged, so the file is read again.
         return ingest([source], out, rules)
 
 
 def _without_duplicates(
     store: TokenStore, final: Path, on_duplicate: OnDuplicate, names: str, facts: Mapping[str, Any], edits: Edits
 ) -> TokenStore:
-    """Apply `on_duplicate` (see `ingest`). Return `store` if all its ids are unique, else a new store at `final`."""
+    """Treat repeated ids by `on_duplicate` of `ingest`. Return `store` if no id repeats, else a store at `final`."""
     dropped: dict[int, str] = {}
     renamed: dict[int, tuple[str, str]] = {}
     clash: tuple[int, str] | None = None
@@ -579,9 +580,9 @@ def _without_duplicates(
 
 def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
     """Yield each id that several records have, and the numbers of these records in file order."""
-    again = np.flatnonzero(store.keys[1:] == store.keys[:-1])  # Rows k and k + 1 of the index share a key.
+    again = np.flatnonzero(store.keys[1:] == store.keys[:-1])  # Entries k and k + 1 of `ids.npy` are equal.
     for run in np.split(again, np.flatnonzero(np.diff(again) > 1) + 1) if len(again) else []:
         by_id: dict[str, list[int]] = {}
-        for n in store.rows[run[0] : run[-1] + 2].tolist():  # The index was sorted stably, so n increases.
+        for n in store.rows[run[0] : run[-1] + 2].tolist():  # The sort was stable, so n increases.
             by_id.setdefault(store.id(n), []).append(n)
         yield from ((name, rows) for name, rows in by_id.items() if len(rows) > 1)

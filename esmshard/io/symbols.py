@@ -1,9 +1,9 @@
-"""The rules for symbols in sequences, for the alphabet of ESM. Every change is counted and reported.
+"""The rules for the symbols in a sequence, and their conversion to ESM tokens. Every change is counted.
 
 | in the file | becomes |
 |---|---|
 | lower-case letters | upper case, counted; in A3M files they are insertions: removed, counted |
-| alternating upper and lower case, as `MdEv` | an error, since the lower-case letters are SaProt's structure letters |
+| alternating upper and lower case, as `MdEvVp` | an error, since lower-case letters are SaProt's structure letters |
 | `J` (leucine or isoleucine) | `X`, counted |
 | `-` and `.` | removed, counted; `keep_gaps` keeps them, except `.` in A3M files |
 | one `*` at the end of a chain | removed, counted |
@@ -30,36 +30,36 @@ from esmshard.vocab import BETWEEN, GAPS, LINKER, MASK, RESIDUES, SEPARATOR, TOK
 
 @dataclass(frozen=True)
 class ChainWindows:
-    """The windows of one long record. A window has a part of each chain."""
+    """Windows of a record that has too many tokens. Each window has a part of every chain, and all linkers."""
 
     spans: tuple[tuple[int, int], ...]
     """The begin and the end (exclusive) of each chain in the tokens of the record."""
     sizes: tuple[int, ...]
-    """The number of residues of each chain in a window."""
+    """The number of residues that a window has of each chain."""
 
     @property
     def rooms(self) -> list[int]:
-        """For each chain, the number of its residues that a window leaves out."""
+        """The number of residues of each chain that a window leaves out."""
         return [end - start - size for (start, end), size in zip(self.spans, self.sizes, strict=True)]
 
     @property
     def count(self) -> int:
-        """The smallest number of windows that cover every residue."""
+        """The smallest number of windows that together have every residue of the record."""
         lengths = [end - start for start, end in self.spans]
         return max(-(-length // size) for length, size in zip(lengths, self.sizes, strict=True))
 
     def spread(self, place: int) -> list[int]:
-        """Return where window `place` of `count` evenly spread windows begins in each chain."""
+        """Return the offset in each chain of window `place` (from 0), if `count` windows are spread evenly."""
         return [place * room // max(self.count - 1, 1) for room in self.rooms]
 
     def drawn(self, key: str) -> list[int]:
-        """Return where a random window begins in each chain. The same key gives the same window."""
+        """Return the offset in each chain of a random window. `key` is the seed: the same key gives the same window."""
         keys = [key] if len(self.spans) == 1 else [f"{key}:{k}" for k in range(len(self.spans))]
         numbers = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") for name in keys]
         return [number % (room + 1) for number, room in zip(numbers, self.rooms, strict=True)]
 
     def kept(self, starts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the indices of the record's W tokens in the window that begins at `starts`, int64 [W]."""
+        """Return the indices of the W tokens of the window that has the offsets `starts` in the chains, int64 [W]."""
         ranges, linker = list[npt.NDArray[np.int64]](), self.spans[0][0]
         for (begin, end), size, start in zip(self.spans, self.sizes, starts, strict=True):
             ranges += [np.arange(linker, begin), np.arange(begin + start, begin + start + size)]
@@ -67,7 +67,7 @@ class ChainWindows:
         return np.concatenate(ranges)
 
     def name(self, starts: Sequence[int]) -> str:
-        """Return the range of residues of each chain in a window, counted from 1, such as `1-300:5-204`."""
+        """Return the name of a window: its residues of each chain, counted from 1, such as `1-300:5-204`."""
         return ":".join(f"{start + 1}-{start + size}" for start, size in zip(starts, self.sizes, strict=True))
 
 
@@ -101,7 +101,7 @@ def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
 
 BLANKS = b" \t\n\r\v\f"
 STRANGE = 255
-"""The code that `table` gives to all other bytes. Only `clean` can treat these bytes."""
+"""The code that the function `table` gives to a byte that is no residue letter. `clean` treats these bytes."""
 
 _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 # Only ASCII letters change, since str.upper() turns a German sharp s into two serines.
@@ -109,9 +109,9 @@ _UPPER = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
 _MASKED = "\0"
 _MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
 _MASK_SYMBOL = "\uf8ff"
-"""A single symbol that replaces the text `<mask>`; Unicode reserves it for private use."""
+"""The character that replaces the text `<mask>` in a sequence. Unicode reserves the character for private use."""
 _IN_TURNS = re.compile(r"(?:[A-Z][a-z#]){3,}")
-"""A structure letter after each residue, such as `MdEvVp`; `#` is an unknown structure."""
+"""A pattern for residues that each have a structure letter after them, as `MdEvVp`. `#` is an unknown structure."""
 _STOP = re.compile(r"\*(?=:|\Z)")
 JOINED = "chains were joined by a linker"
 LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
@@ -119,31 +119,31 @@ LEFT_OUT = "a sequence with symbols that are no residues, or without any, was le
 
 @dataclass(frozen=True)
 class Rules:
-    """The changes that a reader of sequences may make. Every change is counted."""
+    """The settings of a reader of sequences: the changes that it may make, and the columns of a table that it reads."""
 
     on_unknown: Literal["error", "mask", "drop"] = "error"
     """The treatment of a symbol that is no residue. `error` refuses the record, `mask` reads the symbol as `<mask>`,
-    and `drop` leaves out the record. `drop` also leaves out a record without residues.
+    and `drop` leaves out the record. `drop` also leaves out a record that has no residues, or a chain without residues.
     """
     a3m: bool = False
     """Whether the file is an A3M alignment, in which lower-case letters and `.` are insertions."""
     keep_gaps: bool = False
     """Whether to keep `-` (and `.`, but not in A3M files) as the gap tokens of the alphabet."""
     long: Literal["full", "crop", "window", "skip", "error"] = "full"
-    """The treatment of a sequence over `max_length`. `full` keeps it. `crop` keeps one random window, which depends
-    only on the id, and adds `residues=FIRST-LAST` to the header. `window` makes records `ID/FIRST-LAST`: as few evenly
-    spread windows as cover the sequence. `skip` leaves out the record. `error` refuses it.
+    """The treatment of a sequence over `max_length`. `full` keeps the sequence. `crop` keeps one random window (its
+    seed is the id), and adds `residues=FIRST-LAST` to the header. `window` makes the smallest number of windows that
+    cover the sequence, each a record `ID/FIRST-LAST`. `skip` leaves out the record. `error` refuses the record.
     """
     max_length: int | None = None
-    """The length in residues above which `long` applies."""
+    """The maximum length in residues. `long` is the treatment of longer sequences. None means no maximum."""
     on_nucleotides: Literal["error", "keep"] = "error"
-    """The treatment of a file that looks like DNA or RNA (`nucleotides`): `error` refuses it, `keep` reads it."""
+    """The treatment of a file that seems to be DNA or RNA (see `nucleotides`): `error` refuses it, `keep` reads it."""
     linker: int = LINKER
-    """The number of `SEPARATOR` tokens between two chains of a record (`esmshard.vocab.Chains.tokens`)."""
+    """The number of `SEPARATOR` tokens between two chains of a record (property `esmshard.vocab.Chains.tokens`)."""
     sequence_column: str | None = None
-    """The name of the sequence column of a table; None to look for a known name."""
+    """The name of the sequence column of a table; None means that the reader looks for a known name."""
     id_column: str | None = None
-    """The name of the id column of a table; None to look for a known name."""
+    """The name of the id column of a table; None means that the reader looks for a known name."""
 
     def __post_init__(self) -> None:
         if self.long != "full" and self.max_length is None:
@@ -152,16 +152,16 @@ class Rules:
             raise UsageError(f"--max-length {self.max_length}: 1 or more is expected")
 
     def recorded(self) -> dict[str, Any]:
-        """Return the rules for the manifest of a store, without columns that are None."""
+        """Return the rules as a dictionary for the manifest of a store, without column names that are None."""
         named = asdict(self)
         return {key: value for key, value in named.items() if value is not None or not key.endswith("_column")}
 
 
 class RefusedSymbols(Exception):
-    """A record breaks the rules. The caller puts `FILE:LINE: record 'ID' ` before the message.
+    """The error for a record that breaks the rules. The caller puts `FILE:LINE: record 'ID' ` before the message.
 
-    `what` is the problem, and `fix` tells how to solve it. `droppable` is true if `on_unknown=drop` would drop the
-    record.
+    `what` is the problem, and `fix` tells how to solve the problem. If `droppable` is true, the caller also recommends
+    `on_unknown=drop`.
     """
 
     def __init__(self, what: str, fix: str, *, droppable: bool = False) -> None:
@@ -171,19 +171,19 @@ class RefusedSymbols(Exception):
 
 @dataclass
 class Edits:
-    """Counts of the changes and omissions while a file is read.
+    """Counts of the changes that a reader makes, and of the records or chains that the reader leaves out.
 
-    A kind of edit is a text. It is either about one record, such as `gaps were removed`, or about counted items. The
-    noun of counted items has `(s)`, as in `chain(s) left out`.
+    Each kind of edit is a text. Most kinds count records, such as `gaps were removed`. A kind that counts other items
+    has `(s)` after its noun, as in `chain(s) left out`.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
     """The number of records or items of each kind."""
     first: dict[str, list[str]] = field(default_factory=dict)
-    """The names of the first four records or places of each kind. A message shows three names."""
+    """The names of the first four records, files or chains with each kind of edit. A message shows three names."""
 
     def add(self, kind: str, name: str, count: int = 1) -> None:
-        """Add an edit of the record `name`, or of `count` items in the file or chain `name`."""
+        """Count an edit of the record `name`, or `count` edits in the file or chain `name`."""
         if count:
             self.counts[kind] = self.counts.get(kind, 0) + count
             names = self.first.setdefault(kind, [])
@@ -191,13 +191,13 @@ class Edits:
                 names.append(shown(name))
 
     def extend(self, later: "Edits") -> None:
-        """Add the edits of later records."""
+        """Add the counts and names of `later`, which are the edits of later records."""
         for kind, count in later.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
             self.first[kind] = (self.first.get(kind, []) + later.first[kind])[:4]
 
     def notices(self) -> list[str]:
-        """Return one sentence for each kind of edit."""
+        """Return a sentence for each kind of edit, with its count and up to three names."""
         sentences = []
         for kind, count in self.counts.items():
             names, plural, is_item = self.first[kind], "s" if count > 1 else "", "(s)" in kind
@@ -208,7 +208,7 @@ class Edits:
 
 
 def in_a_store(option: str) -> str:
-    """Return the advice to make a store with an option of `ingest`, and to give the store to the command instead."""
+    """Return the end of a message, which advises to make a store with `esmshard ingest` and this option."""
     return f"type `esmshard ingest FILE -o NAME.store {option}`, and name NAME.store instead"
 
 
@@ -219,8 +219,8 @@ def shown(name: str) -> str:
 
 
 def table(rules: Rules, others: Mapping[str, int]) -> bytes:
-    """Make a table for `bytes.translate` from residue letters (and kept gaps) to tokens. `others` has the codes of
-    further letters. All other bytes become STRANGE.
+    """Make a table for `bytes.translate` that turns residue letters, and gaps if they are kept, into tokens. `others`
+    has the codes of further characters. All other bytes become the code `STRANGE`.
     """
     codes = bytearray([STRANGE]) * 256
     for letter in _kept(rules):
@@ -231,11 +231,11 @@ def table(rules: Rules, others: Mapping[str, int]) -> bytes:
 
 
 def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | None:
-    """Convert the text of a sequence to residue tokens by the rules; None if the record is left out.
+    """Convert the text of a sequence to residue tokens by the rules. Return None if `on_unknown=drop` leaves it out.
 
     Raises:
-        RefusedSymbols: the sequence has a symbol that is no residue, or a chain without residues. The message names
-            symbol and position.
+        RefusedSymbols: the sequence has a symbol that is no residue (the message has its position), SaProt's structure
+            letters, or a chain without residues.
     """
     kinds: list[str] = []
     written = _MASK_TEXT.sub(_MASK_SYMBOL, written.translate(_NO_BLANKS))
@@ -292,10 +292,10 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
 
 
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
-    """Apply `rules.long` to a sequence. Return the id, header and tokens of each record that it becomes.
+    """Apply `rules.long` to a sequence. Return the id, header and tokens of each record that the sequence becomes.
 
     Raises:
-        RefusedSymbols: the sequence is longer than `max_length`, and `rules.long` is `error`.
+        RefusedSymbols: a sequence over `max_length` is an error by `rules.long`, or its linkers fill a whole window.
     """
     length, most, record_id = len(tokens), rules.max_length, name.decode()
     if most is None or length <= most or rules.long == "full":
@@ -333,10 +333,10 @@ NUCLEOTIDE_LETTERS, NUCLEOTIDE_SHARE, EACH_SHARE = 100, 0.95, 0.05
 def nucleotides(tokens: Iterable[npt.NDArray[np.uint8]], count: str) -> str | None:
     """Return the reason why sequences seem to be DNA or RNA; None if they seem to be proteins.
 
-    The letters of nucleotides are residues too, so their frequencies decide. The sequences must have at least
-    NUCLEOTIDE_LETTERS letters in total. At least NUCLEOTIDE_SHARE of the letters must be A, C, G, T, U or N. Each of A,
-    C, G and T (or U) must be at least EACH_SHARE of the letters A, C, G, T and U. A rare protein with so much alanine,
-    glycine and threonine has almost no cysteine. `count` is the number of sequences as text, such as `3 records`.
+    The letters of nucleotides are residues too, so their frequencies decide. Sequences seem to be DNA or RNA if they
+    have at least `NUCLEOTIDE_LETTERS` letters in total, and at least `NUCLEOTIDE_SHARE` of the letters are A, C, G, T,
+    U or N. Each of A, C, G and T (or U) must also be at least `EACH_SHARE` of these four letters. (A rare protein with
+    so much alanine, glycine and threonine has almost no cysteine.) `count` is a text such as `3 records`.
     """
     counts = np.zeros(len(TOKENS), np.int64)
     for token_L in tokens:

@@ -1,9 +1,9 @@
 """Reads tables: text files with commas, tabs or semicolons, Parquet files and Excel workbooks. Writes CSV tables.
 
-Every cell stays text until a column is read as numbers. Every row keeps its line number for messages. Only empty parts
-are dropped without a message: blank lines, rows with separators only, and empty columns at the right.
+Every cell stays text until `Table.numbers` converts its column. Every row keeps its line number for messages. Blank
+lines, rows of empty cells, and columns without name and values are left out without a message.
 
-Text files are read with the csv module. pandas does not give the line of a row, and its import takes 1.0 s of CPU time.
+Text files are read with the csv module, since pandas does not give the line of a row, and its import takes 1.0 s.
 """
 
 import csv
@@ -29,9 +29,9 @@ from esmshard.errors import InputError
 MISSING = frozenset(
     {"", "-", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "null", "none", "nd", "n.d.", "n.d", "n/d"}
 )
-"""Texts that mean "no number" in a cell, in lower case. docs/labels.md lists them."""
+"""Texts, in lower case, that mean a missing value in a cell. docs/labels.md lists these texts."""
 
-NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # float() also accepts 1_000.
+NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # The function float() also accepts 1_000.
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)
 _SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 _FOREIGN = (
@@ -51,9 +51,9 @@ class Table:
     columns: Mapping[str, list[str]]
     """The stripped cells of each column, in the order of the file. An empty cell is ''."""
     lines: list[int]
-    """The line number of each row, from 1; for a Parquet file or a workbook, the row number."""
+    """The line number of each row, from 1. For a Parquet file or a workbook it is the row number."""
     ids: str | None = None
-    """The name of the id column if this is a table of sequences; otherwise None."""
+    """The name of the id column if the table has sequences; otherwise None."""
 
     def __len__(self) -> int:
         return len(self.lines)
@@ -63,11 +63,11 @@ class Table:
         return f"{self.path}:{self.lines[row]}"
 
     def at(self, row: int) -> str:
-        """Return the line of a row, such as `line 17`, for a message that names the file elsewhere."""
+        """Return the line of a row without the file, such as `line 17`; `row 17` for a Parquet file or a workbook."""
         return f"{'row' if self.path.suffix.lower() in (PARQUET, WORKBOOK) else 'line'} {self.lines[row]:,}"
 
     def column(self, name: str, fix: str | None = None) -> list[str]:
-        """Return the N cells of a column. Raise `InputError` if the column is missing; the message ends with `fix`."""
+        """Return the N cells of a column. A missing column is an `InputError`, whose message ends with `fix`."""
         if name in self.columns:
             return self.columns[name]
         lower = {other.lower(): other for other in self.columns}
@@ -78,10 +78,10 @@ class Table:
         )
 
     def only_column(self, names: Sequence[str], fix: str) -> str | None:
-        """Return the name of the column that is one of `names`, in upper or lower case; None if there is none.
+        """Return the name of the column that is in `names`, in upper or lower case; None if there is no such column.
 
         Raises:
-            InputError: there are several such columns. The message ends with `fix`.
+            InputError: the table has several such columns. The message ends with `fix`.
         """
         lower = {name.lower() for name in names}
         matches = [column for column in self.columns if column.lower() in lower]
@@ -90,10 +90,10 @@ class Table:
         return matches[0] if matches else None
 
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
-        """Return a column as numbers, float64 [N]. A cell in MISSING becomes NaN.
+        """Return a column as numbers, float64 [N]. A cell with a text of `MISSING` becomes NaN.
 
-        Commas are read as decimal commas (`1,5`) under two conditions: no cell of the column has a point, and at least
-        one comma cannot separate thousands.
+        Commas are read as decimal commas (`1,5`) if no cell of the column has a point, and if at least one comma
+        cannot separate thousands.
 
         Raises:
             InputError: the column is missing, or a cell is not a finite number; the message names line and cell.
@@ -117,7 +117,7 @@ class Table:
 
 
 def shown(text: str, most: int = 40) -> str:
-    r"""Format a cell or a name for a message: with quotes, on one line, and with at most `most` characters.
+    r"""Format a cell or a name for a message: in quotes, on one line, and cut after `most` characters.
 
     >>> print(shown("two\nlines"), shown("A" * 100))
     'two\nlines' 'AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA...'
@@ -126,7 +126,7 @@ def shown(text: str, most: int = 40) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """Format a number with its noun.
+    """Format a number and a noun, which gets an `s` unless the number is 1.
 
     >>> print(counted(1, "row"), counted(2000, "row"))
     1 row 2,000 rows
@@ -135,7 +135,7 @@ def counted(number: int, what: str) -> str:
 
 
 def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
-    """Format the names of the first three items.
+    """Format the names of the first three items, and `...` if there are further items.
 
     >>> first_three([1, 2, 3, 4], str)
     '1, 2, 3, ...'
@@ -144,7 +144,7 @@ def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
 
 
 def listed(names: Sequence[str] | Mapping[str, object]) -> str:
-    """Return a clause for messages that lists the columns of a table, at most twenty.
+    """Return a clause for messages that lists up to twenty columns of a table.
 
     >>> listed(["mutant", "score"])
     "its columns are 'mutant', 'score'"
@@ -163,13 +163,12 @@ PARQUET, WORKBOOK = ".parquet", ".xlsx"
 def read_table(path: Path) -> Table:
     """Read a table from a text file (plain, gz, bz2, xz or zst), or from a file that ends in `.parquet` or `.xlsx`.
 
-    The first line must name the columns. The separator is the tab, the semicolon or the comma: the one that gives the
-    largest number of cells in the first rows. If two separators give the same number, the file extension decides.
-    Quoted cells may hold separators and line breaks. A column without a name gets a name such as `column 3`, unless all
-    its cells are empty.
+    The first line must name the columns. The separator is the tab, the semicolon or the comma, whichever divides the
+    first 20 rows into the largest number of cells; in a tie, the file extension decides. Quoted cells may hold
+    separators and line breaks. A column without a name gets a name such as `column 3`, unless all its cells are empty.
 
     Raises:
-        InputError: the file cannot be read, or has no rows; the message names file and line.
+        InputError: the file cannot be read, has no rows, or has a row with too many or too few cells.
     """
     suffix, divided = path.suffix.lower(), ""
     if suffix in (PARQUET, WORKBOOK):
@@ -210,12 +209,12 @@ def read_table(path: Path) -> Table:
 
 
 def _cells(values: Sequence[Any]) -> list[str]:
-    """Convert values to text. `str` writes a float with enough digits to read back the same number."""
+    """Convert the values of a row to text. `str` gives a float enough digits to read back the same number."""
     return ["" if value is None else str(value).strip() for value in values]
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the column names with the number 0, and then the cells of each row with its number, from 1."""
+    """Yield the column names with the number 0, and then the cells of each row with the row number, from 1."""
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -233,7 +232,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the cells and the number of each row of the only sheet. For a formula, the cell is its saved value."""
+    """Yield the cells and the number of each row of the only sheet. A formula is read as the value that was saved."""
     try:
         import openpyxl
     except ImportError:
@@ -244,7 +243,7 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
     with open(path, "rb") as file:
         try:
             for sheet in openpyxl.load_workbook(file, read_only=True, data_only=True).worksheets:
-                sheet.reset_dimensions()  # The file may state a wrong size of the sheet, and cells would be lost.
+                sheet.reset_dimensions()  # Otherwise cells are lost if the file states a wrong size of the sheet.
                 rows = enumerate(map(_cells, sheet.iter_rows(values_only=True)), 1)
                 if cells := [(row, number) for number, row in rows if any(row)]:
                     sheets[sheet.title] = cells
@@ -261,7 +260,7 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 @contextmanager
 def readable(path: Path, expected: str) -> Iterator[None]:
-    """Turn an error while a file is read or decompressed into an `InputError` with one sentence.
+    """Replace an error in a `with` block that reads the file `path` by an `InputError`, whose message is one sentence.
 
     `expected` is the kind of file for the message, such as `a table`.
     """
@@ -275,7 +274,7 @@ def readable(path: Path, expected: str) -> Iterator[None]:
         raise InputError(f"{path}: may not be read; change its permissions") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: is not UTF-8 text; {expected} is expected") from None
-    except Exception as error:  # The library that defines ZstdError depends on the version of Python.
+    except Exception as error:  # The class ZstdError is in different libraries, depending on the version of Python.
         damaged = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, OSError))
         if not damaged and type(error).__name__ not in ("ZstdError", "IsalError"):
             raise
@@ -283,7 +282,7 @@ def readable(path: Path, expected: str) -> Iterator[None]:
 
 
 def read_whole(path: Path, expected: str) -> bytes:
-    """Return all bytes of a file, plain or compressed (gz, bz2, xz or zst). See `readable` for errors."""
+    """Return the content of a file, plain or compressed (gz, bz2, xz or zst). For the errors see `readable`."""
     with readable(path, expected), xopen(path, "rb", threads=0) as handle:
         data: bytes = handle.read()
     return data
@@ -328,7 +327,7 @@ def _separator(path: Path, text: str) -> str:
 
 
 def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str], int]]:
-    """Yield the stripped cells and the first line number of each record with a cell that is not empty."""
+    """Yield the stripped cells and the first line number of each row of a text. Rows of empty cells are left out."""
     # With newline="" the csv module accepts all line ends, and keeps line breaks inside quotes.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     line = 1
@@ -348,7 +347,7 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str],
 
 
 def write_rows(file: IO[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a CSV table. The first of `rows` has the column names. Each line ends with a line feed."""
-    # The csv module quotes a carriage return only since Python 3.13. Without quotes, readers would end the line there.
+    """Write a CSV table. The first row has the column names. Each line ends with a line feed."""
+    # Before Python 3.13 the csv module quotes no carriage return. Readers would end the line at the carriage return.
     quoted = any("\r" in cell for row in rows for cell in row)
     csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerows(rows)

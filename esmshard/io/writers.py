@@ -1,4 +1,4 @@
-"""The base class of all writers of results, and the writer of tables.
+"""The base class `Writer` of all writers of results, and `TableWriter`, the writer of tables.
 
 A writer is a context manager. It takes the records one by one, in input order, and writes to temporary files. If the
 `with` block ends without an error, the new files replace older files. Otherwise the new files are removed.
@@ -34,10 +34,10 @@ class Writer(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Create `self.work`, a path with the name of `out` in a scratch directory, and further files if needed."""
+        """Create the file or directory `self.work`, which is in a scratch directory and has the name of `out`."""
 
     def finish(self) -> None:  # noqa: B027  # Some writers have no remaining data.
-        """Write the remaining data after the last record."""
+        """Write the data that are left after the last record."""
 
     def __enter__(self) -> Self:
         with ExitStack() as scratch:
@@ -58,7 +58,7 @@ class Writer(ABC):
                 if kind is None:  # Otherwise the earlier error is raised.
                     raise
             if kind is None:
-                # The old facts are removed first, and the new facts come last. So facts never describe a wrong file.
+                # `facts_file` is removed first and replaced last. So it never describes an older or newer result.
                 for older in (facts_file(self.out), failures_file(self.out), chains_file(self.out)):
                     older.unlink(missing_ok=True)
                 if self.work.is_dir() and self.out.is_dir():
@@ -77,7 +77,7 @@ class TableWriter(Writer):
         out: the file to write.
         columns: the type of each column by name: `string`, `int32`, `int64`, `float32` or `float64`.
         about: the metadata of a Parquet file.
-        quoted: whether all cells of a CSV file get quotes, which cells with a carriage return need (`write_rows`).
+        quoted: whether all cells of a CSV file get quotes. Cells with a carriage return need quotes (`write_rows`).
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class TableWriter(Writer):
         self._rows.writerow(self._columns)
 
     def add(self, columns: Mapping[str, Sequence[Any] | npt.NDArray[Any]]) -> None:
-        """Add rows. All columns have the same number of cells."""
+        """Add rows: the cells of each column by name. All columns have the same number of cells."""
         for name, cells in self._waiting.items():
             cells.extend(columns[name])
         if len(cells) >= self._most:
@@ -131,13 +131,13 @@ class TableWriter(Writer):
             waiting.clear()
 
     def finish(self) -> None:
-        """Write the last rows."""
+        """Write the rows that are still in memory."""
         if next(iter(self._waiting.values())):
             self._write()
 
 
 def text(value: float) -> str:
-    """Format a number with six digits. NaN becomes an empty string.
+    """Format a number with six significant digits. NaN becomes an empty string.
 
     >>> text(0.123456789), text(float("nan"))
     ('0.123457', '')
@@ -146,25 +146,25 @@ def text(value: float) -> str:
 
 
 def chains_file(out: Path) -> Path:
-    """Return the path of the file that lists records of several chains, such as `maps/x.npz.chains.tsv`."""
+    """Return the path of the list of records with several chains, such as `maps/x.npz.chains.tsv` for `maps/x.npz`."""
     return out.with_name(f"{out.name}.chains.tsv")
 
 
 def failures_file(out: Path) -> Path:
-    """Return the path of the file that lists failed records, such as `maps/x.npz.failed.tsv`."""
+    """Return the path of the list of failed records, such as `maps/x.npz.failed.tsv` for `maps/x.npz`."""
     return out.with_name(f"{out.name}.failed.tsv")
 
 
 def facts_file(out: Path) -> Path:
-    """Return the path of the JSON file that describes an output, such as `maps/x.npz.json`."""
+    """Return the path of the JSON file that describes an output, such as `maps/x.npz.json` for `maps/x.npz`."""
     return out.with_name(f"{out.name}.json")
 
 
 def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> None:
-    """Write `OUT.chains.tsv` if `lengths`, the records of several chains, is not empty.
+    """Write `OUT.chains.tsv`, the list of the records with several chains. If `lengths` is empty, write no file.
 
-    A line has the id of a record, the number of residues of each chain, and how the chains were joined. The rows of a
-    record in `out` follow its chains in this order.
+    Each line has the id of a record, the number of residues of each chain (from `lengths`), and `join`, the way in
+    which the chains were joined. In the file `out`, the rows of a record follow its chains in this order.
     """
     rows = [(record_id, ",".join(map(str, residues)), join) for record_id, residues in lengths.items()]
     if rows:
@@ -173,7 +173,7 @@ def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> 
 
 
 def write_failures(path: Path, failures: Sequence[tuple[str, int, str]]) -> None:
-    """Write the id, the number of residues and the reason of each failed record. Without failures, remove the file."""
+    """Write id, number of residues and reason of each failed record. If no record failed, remove the file."""
     path.unlink(missing_ok=True)
     if not failures:
         return
@@ -184,7 +184,7 @@ def write_failures(path: Path, failures: Sequence[tuple[str, int, str]]) -> None
 
 
 def library(module: str, extra: str, out: Path) -> Any:
-    """Import the library that writes `out`. If it is missing, raise `UsageError` with the command to install it."""
+    """Import the library that writes `out`. Raise `UsageError` with the install command if the library is missing."""
     try:
         return importlib.import_module(module)
     except ImportError:
@@ -192,7 +192,7 @@ def library(module: str, extra: str, out: Path) -> Any:
 
 
 def check(*paths: Path, overwrite: bool) -> None:
-    """Raise an error if a path is a directory, or if it is an existing file and `overwrite` is not set."""
+    """Raise `InputError` if a path is a directory, and `UsageError` if a file exists and `overwrite` is not set."""
     for path in paths:
         if path.is_dir():
             raise InputError(f"{path}: is a directory; name a file")

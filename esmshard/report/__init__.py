@@ -1,1 +1,1 @@
-"""A finished or running run as one HTML page."""
+"""The HTML page and the charts of a run, which may be finished or still running."""

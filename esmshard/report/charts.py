@@ -1,4 +1,4 @@
-"""The charts of a report, as pictures inside the page, and pictures of contact maps."""
+"""The charts of a report, which are pictures inside the page, and pictures of contact maps."""
 
 import base64
 import csv
@@ -23,27 +23,27 @@ from esmshard.vocab import chain_spans, is_residue
 Values = npt.NDArray[np.float64]
 
 BLUE, ORANGE, GREY = "#3b82c4", "#d9772b", "#8a8f98"
-"""Colours that people without red or green vision can distinguish."""
+"""Colours that people with red-green colour blindness can distinguish."""
 METHODS = ((BLUE, "o"), (ORANGE, "s"), (GREY, "^"), ("#009e73", "D"), ("#b8579a", "v"), ("#b59410", "P"))
-"""Colour and marker of each line in a comparison of methods. The first is for the fine-tuned model."""
+"""The colour and marker of each method in a learning curve. The first pair is for the fine-tuned model."""
 STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
 POINTS = 400
-"""The most points of a curve. The width of a chart shows no more."""
+"""The maximum number of points of a curve. A chart is too narrow for more points."""
 RASTER = 1500
-"""The most dots that are drawn as SVG, where each dot takes a hundred bytes. More dots become pixels."""
+"""The maximum number of dots that are drawn as SVG, a hundred bytes for each dot. More dots become pixels."""
 BLOCK = 100
-"""The most positions in a row of a map of substitutions."""
+"""The maximum number of positions in one block of a substitution map."""
 LONGEST_MAP = 512
-"""The longest protein, in residues, whose contact map is drawn for a report. Larger maps are unreadable."""
+"""The maximum length in residues of a protein whose contact map is drawn for a report. Larger maps are unreadable."""
 
 
 def data_uri(picture: bytes, kind: str) -> str:
-    """Return a picture as the source of an `<img>`. Such a picture neither loads anything nor runs scripts."""
+    """Return a picture as the data URI of an `<img>` element. Such a picture loads nothing and runs no scripts."""
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
 def chart(draw: Callable[..., None], *values: Any, height: float = 2.7, width: float = 4.4, **options: Any) -> str:
-    """Return a chart, which `draw(axes, *values, **options)` draws, as a data URI. Height and width are in inches."""
+    """Call `draw(axes, *values, **options)`, and return the chart as a data URI. Height and width are in inches."""
     return _svg(lambda figure: draw(figure.add_subplot(), *values, **options), height, width)
 
 
@@ -69,15 +69,15 @@ def curves(
     from_zero: bool = False,
     x_name: str = "optimizer step",
 ) -> None:
-    """Draw lines over optimizer steps through their finite values. Many values are drawn as means of neighbours, with a
-    band of their range, so that a spike stays visible.
+    """Draw one or two lines of values over optimizer steps. If there are more than `POINTS` values, draw means of
+    neighbouring values, and a band with their range, so that a spike stays visible.
 
     Args:
         axes: empty axes.
         name: the label of the y axis.
-        lines: steps and values by label; training first, validation second.
-        star: step and value of a marked point.
-        from_zero: begin the axis at 0, so that heights can be compared.
+        lines: the steps and values of each line by label; training first, validation second.
+        star: step and value of a point that gets a star.
+        from_zero: begin the y axis at 0, so that heights can be compared.
         x_name: the label of the x axis.
     """
     for colour, (label, (step, value)) in zip((BLUE, ORANGE), lines.items(), strict=False):
@@ -100,7 +100,7 @@ def curves(
 
 
 def dots(axes: Any, x_N: Values, y_N: Values, x_name: str, y_name: str, *, same_unit: bool = False) -> None:
-    """Draw one dot for each protein; with `same_unit` also the line on which both values are equal."""
+    """Draw one dot for each of N pairs of values. With `same_unit`, also draw the line where both values are equal."""
     shade = float(np.clip(300 / max(len(x_N), 1), 0.12, 0.6))
     axes.scatter(x_N, y_N, s=10, color=BLUE, alpha=shade, linewidths=0, rasterized=len(x_N) > RASTER)
     if same_unit:
@@ -111,7 +111,7 @@ def dots(axes: Any, x_N: Values, y_N: Values, x_name: str, y_name: str, *, same_
 
 
 def intervals(axes: Any, rows: Mapping[str, Interval], main: str, name: str) -> None:
-    """Draw one line for each method: its value, with the 95% interval."""
+    """Draw the value and the 95% interval of each method, in a row for each method with a defined value."""
     names = [method for method, of_method in rows.items() if np.isfinite(of_method.value)]
     for place, method in enumerate(reversed(names)):
         of_method, colour = rows[method], BLUE if method == main else GREY
@@ -123,7 +123,7 @@ def intervals(axes: Any, rows: Mapping[str, Interval], main: str, name: str) -> 
 
 
 def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequence[str] = ()) -> None:
-    """Draw observed and predicted values along a sequence; NaN leaves a gap. Classes are drawn by their numbers."""
+    """Draw observed and predicted values of L residues as lines. NaN leaves a gap. Class numbers are drawn as steps."""
     position_L = np.arange(1, len(observed_L) + 1)
     how = "steps-mid" if classes else "default"
     axes.plot(position_L, observed_L, color=GREY, linewidth=2.2, label="observed", drawstyle=how)
@@ -136,14 +136,14 @@ def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequenc
 
 
 def reliability(axes: Any, count: Values, confidence: Values, accuracy: Values) -> None:
-    """Draw the share of correct predictions by confidence. The area of a dot is the number of predictions."""
+    """Draw the share of predictions that came true by predicted probability. Larger dots have more predictions."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     axes.scatter(confidence, accuracy, s=14 + 70 * count / count.max(initial=1), color=BLUE, alpha=0.8, linewidths=0)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="share that came true")
 
 
 def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
-    """Draw true classes as rows and predicted classes as columns, shaded by the share of the row."""
+    """Draw a confusion matrix: true classes as rows, predicted classes as columns, shares of a row as colours."""
     total_C = counts_CC.sum(axis=1, keepdims=True)
     share_CC = np.divide(counts_CC, total_C, out=np.zeros_like(counts_CC), where=total_C > 0)
     axes.grid(visible=False)
@@ -153,7 +153,7 @@ def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
             colour = "w" if share_CC[true, predicted] > 0.5 else "k"
             axes.text(predicted, true, f"{count:,.0f}", ha="center", va="center", fontsize=7, color=colour)
     names = [_short(name, 14) for name in classes]
-    step = -(-len(names) // 30)  # more names would be written over each other
+    step = -(-len(names) // 30)  # More than 30 names would be written over each other.
     axes.set_xticks(range(0, len(names), step), names[::step], rotation=45, ha="right")
     axes.set_yticks(range(0, len(names), step), names[::step])
     axes.set_xlabel("predicted class")
@@ -161,8 +161,8 @@ def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
 
 
 def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mapping[int, Interval]]) -> None:
-    """Draw a line for each method through its defined points, with their 95% intervals."""
-    apart = 0.012 * (max(sizes) - min(sizes))  # neighbouring intervals stay distinguishable
+    """Draw Spearman by the number of training variants, with a line for each method and 95% intervals."""
+    apart = 0.012 * (max(sizes) - min(sizes))  # Intervals of two methods must not overlap.
     for n, (method, points) in enumerate(methods.items()):
         defined = {size: point for size, point in sorted(points.items()) if np.isfinite(point.value)}
         if not defined:
@@ -181,15 +181,15 @@ def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mappin
 def heat_map(
     value_AP: Values, first: int, wild_P: npt.NDArray[np.int64], letters: str, limits: tuple[float, float], label: str
 ) -> str:
-    """Return a map of substitutions as a data URI: a row for each letter, and blocks of positions below each other.
+    """Return a substitution map as a data URI: a row for each letter, and blocks of positions below each other.
 
     Args:
-        value_AP: the values; NaN where there is none.
+        value_AP: the value of each letter at each position; NaN for a missing value.
         first: the number of the first position.
-        wild_P: the index of the wild type's letter, which gets a dot; -1 where it is unknown.
+        wild_P: the index of the wild type's letter, which gets a dot; -1 for an unknown letter.
         letters: the A letters.
         limits: the values at the ends of the colour scale.
-        label: the label of the scale.
+        label: the label of the colour scale.
     """
 
     def draw(figure: Any) -> None:
@@ -208,10 +208,10 @@ def heat_map(
             )
             known = wild_P[part] >= 0
             axes.plot(np.arange(begin, end)[known], wild_P[part][known], "k.", markersize=3)
-            axes.set_xlim(begin - 0.5, begin + max(width, BLOCK // 3) - 0.5)  # few positions must not get giant cells
+            axes.set_xlim(begin - 0.5, begin + max(width, BLOCK // 3) - 0.5)  # Few positions must not get giant cells.
             axes.set_yticks(range(len(letters)), list(letters))
             axes.grid(visible=False)
-            axes.set_facecolor("0.8")  # the colour of a substitution without a value
+            axes.set_facecolor("0.8")  # This grey means a substitution without a value.
             axes.tick_params(length=0, labelsize=6.5)
         bar = figure.colorbar(image, ax=blocks, extend="both", pad=0.01, fraction=0.02, label=_short(label))
         bar.solids.set_rasterized(True)
@@ -227,8 +227,8 @@ def _short(text: str, most: int = 50) -> str:
 
 
 def contact_figures(run: Path, data: Examples, device: str | None = None) -> list[Path]:
-    """Draw predicted against true contacts of three test proteins, of up to LONGEST_MAP residues: those with the best,
-    the median and the worst long-range P@L. The files are `figures/contacts_best_ID.png` and so on.
+    """Draw the predicted and true contacts of the test proteins with the best, the median and the worst long-range P@L
+    among proteins of up to `LONGEST_MAP` residues. Return the files, such as `figures/contacts_best_ID.png`.
     """
     with open(run / "per_protein.csv", encoding="utf-8", newline="") as file:
         scored = [row for row in csv.DictReader(file) if row["long P@L"] and int(row["length"]) <= LONGEST_MAP]
@@ -248,7 +248,7 @@ def contact_figures(run: Path, data: Examples, device: str | None = None) -> lis
 
 
 def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
-    """Write `ID.png` for each record; see `contact_map`."""
+    """Write the picture `ID.png` of each record into a folder; see `contact_map`."""
     with pictures.collected(folder) as add, Progress("draw", len(data)) as progress:
         for n in range(len(data)):
             example = data.get(n)
@@ -257,7 +257,7 @@ def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
 
 
 def contact_map(model: FineTuned, example: Example, note: str = "") -> bytes:
-    """Return a PNG of the predicted and the true contacts of one protein."""
+    """Return a PNG picture of the predicted and the true contacts of one protein, with the second title line `note`."""
     inputs, residues = model.task.inputs(example), example.tokens[1:-1]
     probability_LL = model.task.predict(model.model.outputs([inputs])[0])
     maps = [of_residues(model.task, map_LL, residues) for map_LL in (probability_LL, inputs.target)]

@@ -1,7 +1,7 @@
-"""`esmshard report RUN`: one HTML page on a run. It needs no network, script or server.
+"""The page of the command `esmshard report RUN`: one HTML file on a run, which needs no network, script or server.
 
-`run_page`, `variants_page` or `sweep_page` makes a dictionary from the files of a run, and a template of `templates/`
-makes a page from the dictionary. The texts are in the templates; every number comes from the files.
+The function `run_page`, `variants_page` or `sweep_page` makes a dictionary from the files of a run. A template in the
+folder `templates` makes a page from the dictionary. The texts are in the templates. Every number comes from the files.
 """
 
 import csv
@@ -35,29 +35,30 @@ from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of,
 
 RANKED = "ranked.csv"
 MOST_TARGETS = 6
-"""The most targets that get a chart each."""
+"""The maximum number of targets that get a chart."""
 LETTERS = "GAVLIMCFYWPSTNQHKRDE"
-"""The rows of a map, with similar amino acids together: aliphatic, aromatic, proline, polar, positive, negative."""
+"""The rows of a substitution map, in groups of amino acids: aliphatic, aromatic, P, polar, positive, negative."""
 MOST_POSITIONS = 1000
-"""The most positions of a map."""
+"""The maximum number of positions in a substitution map."""
 BEST = 20
-"""The number of rows of the table of ranked variants."""
+"""The maximum number of rows in the table of ranked variants."""
 MOST_TRIALS = 50
-"""The most rows of the table of trials. sweep.json has all trials."""
+"""The maximum number of rows in the table of trials. The file sweep.json has all trials."""
 
 
 def report(run: Path, out: Path | None = None) -> Path:
-    """Write a page about a run, which may be done, running, preempted or failed. The file appears complete.
+    """Write a page about a run, which may be done, running, preempted or failed. The page is written in one step, so a
+    reader never finds half of it.
 
     Args:
         run: the directory of the run, of a cross-validated run of variants, or of a sweep.
-        out: the file to write; by default `report.html` in that directory. An existing file is replaced.
+        out: the file to write; by default `report.html` in the directory of the run. An existing file is replaced.
 
     Returns:
-        The file.
+        The path of the page.
 
     Raises:
-        InputError: if there is no run, a file of it is damaged, or matplotlib is missing.
+        InputError: there is no run, a file of the run is damaged, matplotlib is missing, or `out` cannot be written.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -67,8 +68,8 @@ def report(run: Path, out: Path | None = None) -> Path:
     known = {f"{run.absolute().parent}/", f"{run.resolve().parent}/"}
 
     def shared(value: Any) -> Any:
-        """Return a text without the directories of paths, since users share pages. A path in a sentence may contain
-        blanks, so known directories are removed first.
+        """Return a text in which each path is shortened to its last part, since users share pages. Known directories
+        are removed first, because they may contain blanks.
         """
         if type(value) is not str:
             return value
@@ -102,7 +103,7 @@ def report(run: Path, out: Path | None = None) -> Path:
 
 
 def _directories(node: Any) -> Iterator[str]:
-    """Yield the directories of all absolute paths among the values of a page."""
+    """Yield the parent directory of each value of a page that is an absolute path."""
     node = node.model_dump() if isinstance(node, Recipe) else node
     if isinstance(node, str) and node.startswith("/") and ": " not in node:
         yield f"{Path(node).parent}/"
@@ -112,13 +113,13 @@ def _directories(node: Any) -> Iterator[str]:
 
 
 def run_page(run: Path) -> dict[str, Any]:
-    """Return the values of `run.html.jinja`, from the files of one run. An unfinished run has fewer files."""
+    """Return the values for the template `run.html.jinja` from the files of one run, which may be unfinished."""
     known = ("recipe.yaml", "status.json", METRICS, "evaluation.json")
     if not any((run / name).is_file() for name in known):
         raise InputError(f"{run}: holds no run ({', '.join(known)} are missing); give the directory of a run")
     recipe = recipe_file.load(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
     versions, tested = _json(run / "versions.json"), _evaluation(run / "evaluation.json")
-    # Dictionaries hold the values of single ranks, which would take gigabytes of a long run.
+    # Entries that are dictionaries have a value for each rank. In a long run they would take gigabytes of memory.
     lines = [{key: value for key, value in line.items() if not isinstance(value, dict)} for line in metrics_of(run)]
     steps, valid = [line for line in lines if is_step(line)], [line for line in lines if line.get("split") == "valid"]
     headline = next((key for line in valid for key in line if key not in ("step", "split", "loss", "time")), "")
@@ -151,7 +152,7 @@ def run_page(run: Path) -> dict[str, Any]:
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:
-    """Read `evaluation.json`, with its intervals as `Interval`, and the best baseline."""
+    """Return the values of the file `evaluation.json`, and the best baseline; None if the file does not exist."""
     raw = _json(path)
     if not raw:
         return None
@@ -183,7 +184,7 @@ def _curves(
     headline: str,
     best: tuple[float, int] | None,
 ) -> dict[str, str]:
-    """Draw the course of a training; charts by the name of their values."""
+    """Return charts of losses, metrics, speed and memory during a training, by the names of the values."""
     step_S, step_V = _column(steps, "step"), _column(valid, "step")
     lines = {"loss": {"training": (step_S, _column(steps, "loss")), "validation": (step_V, _column(valid, "loss"))}}
     if headline:
@@ -205,7 +206,7 @@ def _curves(
 
 
 def _results(run: Path, tested: Mapping[str, Any]) -> dict[str, Any]:
-    """Draw the predictions of a tested model. Tasks have different files and charts."""
+    """Return charts of the predictions of a tested model. The task decides which charts there are."""
     proteins: dict[str, Values] = {}
     if (run / "per_protein.csv").is_file():
         head, *body = _rows(run / "per_protein.csv")
@@ -257,7 +258,7 @@ def _results(run: Path, tested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(pairs: Mapping[str, tuple[Values, ...]]) -> list[tuple[str, str, int]]:
-    """Draw predicted against measured values, where both are known: chart, name and number of values."""
+    """Return charts of predicted against measured values, each with its name and the number of values."""
     drawn = []
     for name, (measured_N, predicted_N) in [*pairs.items()][:MOST_TARGETS]:
         known = np.isfinite(measured_N) & np.isfinite(predicted_N)
@@ -269,7 +270,7 @@ def _measured(pairs: Mapping[str, tuple[Values, ...]]) -> list[tuple[str, str, i
 
 
 def variants_page(run: Path) -> dict[str, Any]:
-    """Return the values of `variants.html.jinja`, from the files of a cross-validated run of variants."""
+    """Return the values for the template `variants.html.jinja` from the files of a cross-validated run of variants."""
     summary = _json(run / SUMMARY)
     joint, folds = summary["joint"], summary["folds"]
     metrics, gains = intervals(joint["metrics"]), intervals(joint["differences"])
@@ -315,13 +316,13 @@ def variants_page(run: Path) -> dict[str, Any]:
 
 
 def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
-    """Read `variants.csv`. Return the names of targets, if there are several, and for each variant with a prediction
-    its mutations, measured and predicted values, and fold.
+    """Read the variants with a prediction from `variants.csv`. Return the names of the targets (empty for one target),
+    and the mutations, measured values, predicted values and fold of each variant.
     """
     rows = rows_of_run(run)
     targets = [name.removeprefix("predicted ") for name in rows[0] if name.startswith("predicted ")] if rows else []
     of = [f" {name}" for name in targets] or [""]
-    # All rows of a variant have the same values.
+    # If a variant has several rows, these rows have the same values.
     once = {row["variant"]: row for row in rows if any(row[f"predicted{name}"] for name in of)}
     measured_NT, predicted_NT = (
         np.array([[number(row[f"{what}{name}"]) for name in of] for row in once.values()]).reshape(-1, len(of))
@@ -332,7 +333,7 @@ def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Valu
 
 
 def _ranked(path: Path) -> dict[str, Any] | None:
-    """Read `ranked.csv`: mutations and values of all single substitutions, and the best rows."""
+    """Read all single substitutions and their predictions from `ranked.csv`, and its first `BEST` rows as a table."""
     if not path.is_file():
         return None
     head, *body = _rows(path)
@@ -357,8 +358,8 @@ def _maps(
     measured_NT: Values,
     ranked: Mapping[str, Any] | None,
 ) -> dict[str, Any] | None:
-    """Draw measured and predicted values of single substitutions, with one scale for each target. Only the measured
-    region of a protein is drawn, since predictions far from it are unreliable.
+    """Return maps of the measured and predicted values of single substitutions, with one colour scale for each target.
+    A map has only the measured region of the protein, since predictions far from this region are unreliable.
     """
     measured = [mutation for variant in mutations for mutation in variant]
     every = measured + (ranked["mutations"] if ranked else [])
@@ -384,7 +385,7 @@ def _maps(
 
 
 def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first: int, last: int) -> Values:
-    """Return the values of single substitutions, [letters, positions]; NaN for missing values."""
+    """Return the values of single substitutions as an array [letters, positions]; NaN for missing values."""
     grid_AP = np.full((len(LETTERS), last - first + 1), np.nan)
     for mutation, value in zip(mutations, values, strict=True):
         if first <= mutation.position <= last and mutation.mutant in LETTERS:
@@ -393,7 +394,7 @@ def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first
 
 
 def _learning_curve(path: Path) -> dict[str, Any] | None:
-    """Read and draw `learning_curve.json`: Spearman of each method by the number of training variants."""
+    """Return the values and a chart of `learning_curve.json`: each method's Spearman by number of training variants."""
     raw = _json(path)
     if not raw:
         return None
@@ -408,11 +409,11 @@ def _learning_curve(path: Path) -> dict[str, Any] | None:
 
 
 def sweep_page(out: Path) -> dict[str, Any]:
-    """Return the values of `sweep.html.jinja`, from the files of a sweep, which may be unfinished."""
+    """Return the values for the template `sweep.html.jinja` from the files of a sweep, which may be unfinished."""
     sweep = _json(out / SWEEP)
     tested_run = out / (sweep["best_run"] or "")
     summary = _json(tested_run / SUMMARY)
-    tested = summary or _json(tested_run / "evaluation.json")  # of several seeds, or of one
+    tested = summary or _json(tested_run / "evaluation.json")  # The first is of several seeds, the second of one seed.
     keys, trials, lower = list(sweep["sweep"]["space"]), sweep["trials"], sweep["lower_is_better"]
     order = {"complete": 0, "running": 1, "pruned": 2, "failed": 3}
 
@@ -450,7 +451,7 @@ def sweep_page(out: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Read a JSON object; an empty dictionary if the file does not exist."""
+    """Return the JSON object in a file; an empty dictionary if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -468,19 +469,19 @@ def _numbers(lists: Mapping[str, Sequence[Any]], *keys: str) -> tuple[Values, ..
 
 
 def _recipe_text(text: str) -> str:
-    """Shorten each path of a recipe to its last part; a path may contain blanks."""
+    """Shorten each absolute path in the text of a recipe to its last part. A path may contain blanks."""
     return re.sub(r"""(?m)^(\s*(?:[\w.-]+:|-) ['"]?)/.*/""", r"\1", text)
 
 
 def _command(run: Path, recipe: str, processes: int, *options: str) -> str:
-    """Return the command that repeats a run. Its paths start from the parent of the run's directory."""
+    """Return the command that repeats a run, with paths relative to the parent of the run's directory."""
     name = run.resolve().name
     nproc = ["--nproc", str(processes)] if processes > 1 else []
     return shlex.join(["esmshard", "finetune", f"{name}/{recipe}", *nproc, *options, f"out={name}-again"])
 
 
 def number(value: object) -> float:
-    """Return a number of a JSON or CSV file; NaN for anything else.
+    """Return a value of a JSON or CSV file as a number; NaN for a value that is no number.
 
     >>> number(2), number("0.5"), number(None), number("x")
     (2.0, 0.5, nan, nan)
@@ -492,17 +493,17 @@ def number(value: object) -> float:
 
 
 def intervals(row: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
-    """Read intervals from `value`, `low` and `high`, each a number or null."""
+    """Return `Interval` objects from dictionaries with `value`, `low` and `high`, each a number or null."""
     return {name: Interval(*(number(raw[key]) for key in ("value", "low", "high"))) for name, raw in row.items()}
 
 
 def _mean(spread: Mapping[str, Any]) -> Interval:
-    """Read the mean over runs, with its interval."""
+    """Return the mean over several runs, with its interval, from the entries `mean`, `low` and `high`."""
     return Interval(*(number(spread[key]) for key in ("mean", "low", "high")))
 
 
 def number_text(value: float, sign: str = "") -> str:
-    """Format with three decimals for small numbers, and four digits for large or tiny numbers.
+    """Format a number with three decimals, or with four digits if it is very small or is 100 or larger.
 
     >>> number_text(0.0941), number_text(0.0941, "+"), number_text(1234.56), number_text(2e-7), number_text(math.nan)
     ('0.094', '+0.094', '1235', '2e-07', 'undefined')
@@ -513,12 +514,12 @@ def number_text(value: float, sign: str = "") -> str:
 
 
 def unit_text(value: float) -> str:
-    """Format a value of any unit with four digits; `-` for a missing value."""
+    """Format a value of any unit with four digits. A missing value (NaN) becomes `-`."""
     return f"{value:.4g}" if math.isfinite(value) else "-"
 
 
 def range_text(interval: Interval) -> str:
-    """Format an interval without its value.
+    """Format the two ends of an interval, without its value.
 
     >>> range_text(Interval(0.1, 0.08, 0.125))
     '[0.080, 0.125]'
@@ -529,7 +530,7 @@ def range_text(interval: Interval) -> str:
 
 
 def cell(interval: Interval | None, sign: str = "") -> str:
-    r"""Format a value with its interval below. A difference has the sign `+`, and a star if its interval excludes 0.
+    r"""Format a value, and its interval on a second line. With `sign`, a star marks an interval that excludes 0.
 
     >>> cell(Interval(0.056, 0.046, 0.067)), cell(Interval(0.056, 0.046, 0.067), "+"), cell(None)
     ('0.056\n[0.046, 0.067]', '+0.056*\n[0.046, 0.067]', '-')
