@@ -489,8 +489,8 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     passes = our_passes(numbers) if work.passes is None else work.passes
     moved = work.tokens * passes * config.dim * BYTES[layout.precision] / together / hbm
     forward = max(products + attention + moved, LAUNCH)
-    # For each product of the forward pass, the backward pass has two, for the gradients of the input and of the weights.
-    # Frozen weights need no gradients.
+    # For each product of the forward pass, the backward pass has two: for the gradients of input and weights. Frozen
+    # weights need no gradients.
     through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
     backward = through * (2 * forward - (1 - learning) * products)
     # With selective checkpointing, ranks that divide a layer keep the sum after `out`, and recompute the product.
