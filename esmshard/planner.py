@@ -53,7 +53,7 @@ HOST = 20e9  # bytes/s of a process with `cpu_offload`: over PCIe to pinned memo
 # writes weight and moments. Clipping reads and writes the gradient.
 ADAMW_BYTES = 40
 RESERVE = 0.1  # the share of a GPU's memory that a plan leaves free, for fragmentation and errors of the estimate
-AS_GOOD = 1.03  # step times within this factor count as equal; of equally fast options, the smallest memory is best
+AS_GOOD = 1.03  # step times within this factor count as equal; then the option with the smallest memory is best
 MOST_TOKENS = 1 << 20  # the maximum number of tokens of a micro-batch that the search considers
 SHOWN = 16  # the maximum number of options in the printed table
 HEAD = "strategy checkpointing weights grads optim gather activ head other total fits most tokens ms/step exposed GiB"
@@ -75,12 +75,12 @@ class GPU:
     memory_bytes: int  # the memory that the driver reports, slightly less than the GPU's name says
     half_flops: float  # FLOP/s of the tensor cores in bf16 (in fp16 if there is no bf16), with sums in fp32
     fp32_flops: float  # FLOP/s of fp32 products with torch's default settings, which do not use TF32
-    hbm: float  # bytes/s of the GPU's own memory
+    hbm: float  # bytes/s that the GPU can read from and write to its own memory
     link: float  # bytes/s that a GPU can receive from the other GPUs of its machine, over NVLink or else PCIe
     has_bf16: bool = True  # whether the compute capability is at least 8.0; attention without padding also needs 8.0
 
     def flops(self, precision: str) -> float:
-        """Return the speed of matrix products at a precision, in FLOP/s."""
+        """Return the GPU's peak speed for matrix products in the given precision, in FLOP/s."""
         return self.fp32_flops if precision == "fp32" else self.half_flops
 
 
@@ -237,9 +237,9 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "hea
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of one rank in bytes, by purpose, at the moment of a step with the highest total."""
+    """The memory of one rank at the peak of a step, in bytes, divided by purpose."""
 
-    when: str  # words for the moment of the peak
+    when: str  # the moment of this peak in words, such as "optimizer step"
     parameters: int  # this rank's share of the fp32 weights, and all quantised weights
     gradients: int  # this rank's share of the gradients, whole gradients of the current layer, and gradients being sent
     optimizer: int  # two fp32 moments for each trained parameter in this rank's share
@@ -362,7 +362,7 @@ def memory(
     whole, root = sharded * part.layer_trained * size, sharded * part.root_trained * size
     reduce = sharded * part.layer_trained * BYTES[layout.reduce_dtype]
     gloo = reduce if device == "cpu" and group > 1 else 0  # gloo's reduce-scatter is an all-reduce of a copy
-    # Gradients summed over model copies stay until the backward pass ends. Only if not in fp32 they need more memory.
+    # Gradients summed over model copies stay until the backward pass ends. Only bf16 gradients need more memory.
     held = reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0
     before = share if micro_batches > 1 else 0  # gradients of earlier micro-batches
     if micro_batches > 1 and sharded and layout.accumulate == "unsharded":
@@ -411,8 +411,8 @@ def memory(
 
 
 def free_bytes(device: torch.device, local_processes: int) -> int:
-    """Return the free memory for a process in bytes: of its GPU, or else its share of the machine's free memory within
-    the limit of the job or container.
+    """Return the free memory for this process in bytes. On a GPU, this is the GPU's free memory. On a CPU, each of
+    `local_processes` has an equal share of the free memory of the machine, or of the job or container if that is less.
     """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # unused memory of this process's allocator counts as free
@@ -435,7 +435,7 @@ class Work:
     tokens: int  # the number of tokens of one micro-batch, with padding if there is any
     micro_batches: int = 1
     attended: float = 0.0  # how many tokens a token attends to on average: sum of squared lengths / sum of lengths
-    head_bytes: int = 0  # bytes that LM head or task head keeps for a micro-batch; its time is the time to move them
+    head_bytes: int = 0  # bytes that LM head or task head keeps for a micro-batch; the head's time is proportional
     # The next fields describe other implementations: element-wise passes of a layer (see `our_passes`); parameters of a
     # matrix after the layers; the share of matrix products that selective checkpointing recomputes.
     passes: float | None = None
@@ -509,7 +509,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     received = m * (n * (1 + gathers_again) * gather.received + root[0].received + exchange.received)
     received += (m if every else 1) * (n * reduce.received + root[1].received) + n * add.received + root[2].received
 
-    # The first gather of a pass and the last reduction overlap with no computation. The root's collectives neither.
+    # Nothing is computed during the first gather of a pass, the last reduction, and the collectives of the root.
     exposed = m * (exchange.seconds + root[0].seconds + gather.seconds + (n - 1) * max(0.0, gather.seconds - forward))
     gather_again = gathers_again * gather.seconds
     for last in [False] * (m - 1) + [True]:
@@ -575,7 +575,7 @@ def _collectives(
     spanned = max(1, ranks // per_machine)
 
     def collective(whole: int) -> float:
-        """Return the seconds for `whole` bytes. A machine receives each part once, over all its network ports."""
+        """Return the time of a collective for `whole` bytes, in seconds. A machine receives each part only once."""
         if ranks == 1:
             return 0.0
         inside = _received(whole, min(ranks, per_machine)) / gpu.link
@@ -606,7 +606,7 @@ class MicroBatches:
     """
 
     def __init__(self, recipe: Recipe, train: Examples, numbers: ModelNumbers, layout: Layout, device: Device) -> None:
-        self.longest, self._extra = int(train.tokens.max()), train.beside  # `_extra`: more tokens in each micro-batch
+        self.longest, self._extra = int(train.tokens.max()), train.beside  # `_extra` tokens are in every micro-batch
         self.share = -(-recipe.batch.global_tokens // layout.data_size)  # the number of tokens of a rank in a step
         self._head_of = partial(head_bytes, recipe.task, layout=layout, n_logits=numbers.config.n_logits)
         self.head = self._head_of(train.tokens)
@@ -643,7 +643,7 @@ class MicroBatches:
 def head_bytes(
     task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
 ) -> Callable[[int], int]:
-    """Return a function from the number of tokens of a micro-batch to the memory that a task's head keeps, in bytes.
+    """Return a function. Given the number of tokens of a micro-batch, it returns how many bytes the task's head keeps.
 
     The micro-batch is assumed to have the longest record and otherwise average records. `tokens_N` are the lengths of
     all records in tokens.
@@ -670,7 +670,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """All options of the function `plan` for a recipe on given machines, and the best option."""
+    """The result of the function `plan`: the possible options for a recipe on given machines, and the best option."""
 
     recipe: Recipe
     machines: Machines

@@ -220,7 +220,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from esmshard.train.inputs import prepare
 
     name = recipe.model.name
-    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold stands for all
+    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # check only the first fold
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"folds": FOLDS, "fold": 0})})
     of_hub = recipe.init != "random" and (name in RELEASED or is_hub_name(name)) and not weights.place(name).exists()
     if of_hub and hub.find(name) is None:
@@ -281,7 +281,7 @@ def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
                     ranks.rows([0.0])  # so that all ranks begin at the same time
                     began = time.perf_counter()
                     dist.all_reduce(numbers)
-                    ranks.rows([float(numbers[0])])  # to read a number waits for the device
+                    ranks.rows([float(numbers[0])])  # this read waits until the device has finished
                     times.append(time.perf_counter() - began)
                 log = Path(name, "nccl").read_text(errors="replace") if Path(name, "nccl").is_file() else ""
                 networks = sorted(set(_NETWORK.findall(log)))

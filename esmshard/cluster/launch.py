@@ -47,7 +47,7 @@ class Job:
     name: str
     """The name of the job, which may be any text. Characters that the scheduler does not allow are replaced."""
     kind: Literal["finetune", "embed", "doctor"]
-    """The command of the job. `finetune` and `doctor` use all nodes together. `embed` has `array` independent workers."""
+    """The command of the job. `finetune` and `doctor` use all nodes together. `embed` has `array` separate workers."""
     arguments: tuple[str, ...]
     """The arguments of the command `esmshard`, such as ("finetune", "/my.yaml", "--resume", "auto"). The template adds
     others. On Kubernetes, the recipe is the name of a shipped recipe, or a path in the pods.
@@ -70,7 +70,7 @@ class Job:
     Otherwise srun starts each process, or torchrun if there are several pods.
     """
     array: int = 1
-    """The number of workers of `embed`. Each worker is one task of the scheduler's job array."""
+    """The number of workers of `embed`. Each worker is one task of a Slurm job array, or one pod of Kubernetes."""
     time: str | None = None
     """The time limit of the job on Slurm. None for the time limit in the site profile."""
     recipe_text: str | None = None

@@ -21,7 +21,7 @@ VARIABLE = "ESMSHARD_SITE"
 
 
 def _form(pattern: str, what: str) -> AfterValidator:
-    """Return a pydantic check that a text, which becomes part of a script, matches `pattern`. Messages say `what`."""
+    """Return a pydantic validator: a text that becomes part of a script must match `pattern`. Messages say `what`."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value, re.ASCII):
@@ -49,7 +49,7 @@ Quantity = Annotated[str, _form(r"\d{1,9}[A-Za-z]{0,2}", "a size such as 60G or 
 
 
 class ContainerSite(Settings):
-    """The container in which jobs run."""
+    """The settings for the container in which jobs run."""
 
     runtime: Literal["none", "pyxis", "apptainer"] = "none"
     """How Slurm starts the container: `pyxis` with the option --container-image of srun (enroot), `apptainer` with the
@@ -111,7 +111,7 @@ class KubernetesSite(Settings):
 
 
 class Site(Settings):
-    """All settings of a site profile (see the first lines of this file)."""
+    """All settings of a site profile, which all jobs of one cluster share."""
 
     gpus_per_node: int | None = Field(None, ge=0, le=1024)
     """The number of GPUs of each node; 0 for nodes without GPUs."""
@@ -119,7 +119,7 @@ class Site(Settings):
     """The path of the Python interpreter on the nodes of Slurm, in whose environment esmshard is installed. By default,
     this is the interpreter that runs `esmshard launch`."""
     exports: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of the job, such as NCCL_SOCKET_IFNAME: ib0."""
+    """Environment variables that every job gets, such as NCCL_SOCKET_IFNAME: ib0."""
     container: ContainerSite = ContainerSite()  # type: ignore[call-arg]
     slurm: SlurmSite = SlurmSite()  # type: ignore[call-arg]
     kubernetes: KubernetesSite = KubernetesSite()  # type: ignore[call-arg]

@@ -59,7 +59,7 @@ class _AttentionOfOwnTokens(PackedAttention):
         self.rows = rows
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Attend from the queries of this rank's R tokens to all T tokens. The arguments hold only these R tokens."""
+        """Compute attention from this rank's R tokens to all T tokens. Each argument holds only the R tokens."""
         kv_TE = self.rows.all(torch.cat((k_THK, v_THK), 1).flatten(1))
         k_all_THK, v_all_THK = kv_TE.view(self.rows.tokens, 2, *k_THK.shape[1:]).unbind(1)
         return attend_from(q_THK, k_all_THK, v_all_THK, batch, self.rows.place.start)
@@ -72,7 +72,7 @@ class _AttentionOfOwnTokens(PackedAttention):
 def attend_from(
     q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, first: int
 ) -> torch.Tensor:
-    """Return the attention output [R, H, K] for R consecutive tokens. `first` is the index of the first in the pack."""
+    """Return the attention output [R, H, K] of R consecutive tokens of the pack, which begin at the index `first`."""
     last = first + len(q_RHK)
     parts = [
         (max(start, first) - first, min(end, last) - first, start, end)

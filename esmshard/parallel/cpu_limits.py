@@ -54,7 +54,7 @@ def cores(root: Path = CGROUPS) -> int:
 
 
 def _number(path: Path, pattern: str = r"^(\d+)$") -> int:
-    """Return the number in a file of the kernel. If there is none, return 0 for `memory.stat`, otherwise 2^60."""
+    """Return the number in a file of the kernel. Without a number, return 0 for the file `memory.stat`, else 2^60."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     match = re.search(pattern, text, re.MULTILINE)
     return int(match[1]) if match else 0 if path.name == "memory.stat" else 1 << 60

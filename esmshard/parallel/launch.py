@@ -273,7 +273,7 @@ def _watch(
 
 
 def _has_left(code: int, signals: Sequence[int]) -> bool:
-    """Return whether `code` says that a process saved and ended, or that a signal ended it before it had a handler."""
+    """Return whether an exit code says that a process saved and ended, or that a signal ended it at its very start."""
     return code == ExitCode.REQUEUE or (-code in TO_SAVE and -code in signals)
 
 

@@ -49,15 +49,15 @@ class Layout:
     """Says how a model is divided over `world_size` ranks (processes). By default, one process computes in fp32."""
 
     strategy: str = "full_shard"
-    """A key of `STRATEGIES`."""
+    """The name of the strategy, which is a key of the dictionary `STRATEGIES`."""
     world_size: int = 1
     tensor: int = 1
     """The number of neighbouring ranks that compute each layer together (`esmshard.parallel.tensor_parallel`)."""
     context: int = 1
     """The number of neighbouring ranks that divide the tokens of each batch (`esmshard.parallel.context_parallel`)."""
     group: int = 0
-    """The number of ranks over which FSDP shards one copy of the model. Only the strategy `hybrid_shard` needs a value;
-    for other strategies, `__post_init__` sets the value. With `tensor` N, these ranks are every N-th rank.
+    """The number of ranks over which FSDP shards one copy of the model. Only the strategy `hybrid_shard` needs a value.
+    For other strategies, `__post_init__` sets the value. With `tensor` N, FSDP shards over every N-th rank.
     """
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -67,7 +67,7 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Set the field `group`. Raises `UsageError` if the strategy is unknown, or `group` does not fit it."""
+        """Set the field `group`. Raises `UsageError` if the strategy is unknown, or `group` does not fit the ranks."""
         if self.strategy not in STRATEGIES:
             raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
         ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy]
@@ -91,7 +91,7 @@ class Layout:
 
     @property
     def data_size(self) -> int:
-        """The number of groups of `together` ranks. Each group computes different records."""
+        """The number of groups of ranks that compute different records. A group has `together` ranks."""
         return self.world_size // self.together
 
     @property
@@ -101,7 +101,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """The number of copies of the model that all ranks hold together."""
+        """The number of copies of the whole model on all ranks together."""
         return self.world_size // self.tensor // self.group
 
 

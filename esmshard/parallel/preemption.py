@@ -31,8 +31,8 @@ _SIGNALS = {int(getattr(signal, name)): words for name, words in _REASONS.items(
 
 
 class Preempted(BaseException):
-    """Says that the run was asked to stop and can continue later. The class is not an `Exception`, because a stop is no
-    failure.
+    """Says that the run was asked to stop and can continue later. This class is not an `Exception`, because a requested
+    stop is not a failure.
     """
 
     exit_code = ExitCode.REQUEUE

@@ -35,7 +35,7 @@ Precision = Literal["fp32", "bf16", "fp16"]
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, as one of these processes uses them. A single process needs no process group of torch."""
+    """The ranks of a run, as seen by this process. A single process needs no process group of torch."""
 
     rank: int
     size: int
@@ -63,12 +63,12 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The index, from 0, of the group of `together` ranks in which this rank computes the same records."""
+        """The number, from 0, of this rank's group. The `together` ranks of a group compute the same records."""
         return self.rank // self.together
 
     @property
     def data_size(self) -> int:
-        """The number of groups of `together` ranks. Each group computes different records."""
+        """The number of groups of ranks that compute different records. A group has `together` ranks."""
         return self.size // self.together
 
     @property
@@ -77,7 +77,7 @@ class World:
         return self.rank == 0
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the values of all ranks in double precision, one row for each rank. All rows have the same length."""
+        """Return the `values` of all ranks, one row for each rank. All ranks must pass the same number of values."""
         if self.mesh is None:
             return [[float(v) for v in values]]
         # gloo exchanges these few numbers on the CPU, even if there is NCCL, because the CPU reads the numbers.
@@ -113,7 +113,7 @@ class World:
         return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank. If the call raises an `InputError` on one rank, all ranks raise this error."""
+        """Call a function on every rank, and return its result. All ranks raise the first `InputError` of any rank."""
         result, error = None, None
         try:
             result = function()
@@ -152,7 +152,7 @@ def world(
 
     Raises:
         UsageError: if environment variables of a launcher are missing or unreadable, or `wanted` does not fit.
-        LostProcess: if not all ranks connect in time. `InputError`: if there are fewer GPUs than processes.
+        InputError: if there are fewer GPUs than processes. It is a `LostProcess` if not all ranks connect in time.
     """
     os.environ.update(launch.variables())
     launch.check()

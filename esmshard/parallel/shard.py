@@ -78,7 +78,7 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if mesh is None and layout.precision != "fp32":
         wrappers = [partial(computing_with, layer, partial(_in_precision, layout, layer)) for layer in layers]
     if mesh is not None and layout.context > 1:
-        # FSDP also shards weights over the ranks that divide tokens, so these ranks need a separate mesh for tokens.
+        # FSDP also shards weights over the ranks that divide tokens. So dividing tokens needs a separate mesh.
         sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
         of_context = _named_mesh(mesh.device_type, sizes, names, world.step_timeout)
         context_parallel.split(model, of_context[context_parallel.DIMENSION])
@@ -227,7 +227,7 @@ def _selective(products: Mapping[tuple[int, int], int]) -> Any:
     left = {again: Counter(products) for again in (False, True)}
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Decide whether to keep the result of an operation. Kept are results whose recomputation would take long."""
+        """Keep the result of an operation if its recomputation takes much time for each byte of its memory."""
         kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
         if operation in _PRODUCTS:
             shape = tuple(args[-1].shape)
@@ -261,15 +261,15 @@ def groups(model: nn.Module) -> list[FSDPModule]:
 def reshard(model: nn.Module) -> None:
     """Free all gathered parameters, so that each rank again has only its shards.
 
-    After a forward pass without a backward pass, the parameters outside layers are still gathered. The optimizer would
-    not update these gathered copies.
+    After a forward pass without a backward pass, the parameters outside layers are still gathered copies, which the
+    optimizer does not update.
     """
     for module in groups(model):
         module.reshard()
 
 
 IDLE = encode("G" * 62)
-"""The input of the model on a rank that has nothing to compute. It has 64 tokens, so several ranks can divide them."""
+"""The model's input on a rank that has nothing to compute: 64 tokens, which several ranks can divide among them."""
 
 
 @contextmanager
@@ -333,7 +333,7 @@ def free_layers(model: nn.Module) -> None:
 
 
 def ties(model: nn.Module) -> list[list[str]]:
-    """Return, for each parameter with several names, the list of its names. ESM-2's embedding and LM head share one."""
+    """Return a list of names for each parameter that has several names, such as ESM-2's embedding and LM head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

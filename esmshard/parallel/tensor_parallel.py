@@ -78,7 +78,7 @@ class Rows(Pack):
         return x_TD[self.place].clone()  # a view would keep the tokens of all ranks in memory
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of all ranks' tokens from the rows [R, D] of each rank, and return them as [T, D]."""
+        """Gather the rows [R, D] of each rank's tokens, and return the rows [T, D] of all tokens."""
         shape = torch.Size((self.tokens, x_RD.shape[1]))
         whole = DTensor.from_local(x_RD, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(x_RD.shape[1], 1))
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
@@ -92,7 +92,7 @@ class Rows(Pack):
         return self._changed(y_T1, Partial(), Replicate()).to_local(grad_placements=[Partial()])
 
     def all_heads(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of all heads, [T, H, K], gathered from the ranks, which have some heads each."""
+        """Return the queries or keys of all heads, [T, H, K]. The argument `q_THK` holds only this rank's heads."""
         return self._changed(q_THK, Shard(1), Replicate()).to_local(grad_placements=[Partial()])
 
     def _changed(self, x: torch.Tensor, before: Placement, after: Placement) -> DTensor:
@@ -226,7 +226,7 @@ class _AttentionOfOwnHeads(PackedAttention):
 
 
 class NormOfWidth(nn.LayerNorm):
-    """LayerNorm over the width D of the model, while each rank has only the columns of its own heads.
+    """A LayerNorm over the width D of the model. Each rank has only the columns that belong to its attention heads.
 
     For each token, the ranks exchange two numbers: a sum, and then a sum of squares. A gather would send D numbers.
     """

@@ -51,7 +51,7 @@ WINDOW = 20
 LEAST = 0.03
 """How many seconds longer than other ranks a rank must wait for data to count as slow. Random delays are shorter."""
 LISTED = 64
-"""The maximum number of ranks in a run whose metrics.jsonl lists the values of every rank."""
+"""With at most this number of ranks, metrics.jsonl lists the values of each rank."""
 
 WARM_UP = 2
 """How many steps run before the first step in a profile. The profiler and the allocator start in these steps."""
@@ -66,7 +66,7 @@ class Stuck(RuntimeError):
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether the loss of another rank may have caused an error. For a RuntimeError, its text decides."""
+    """Return whether a lost rank may have caused this error. For a plain RuntimeError, the words of its text decide."""
     return isinstance(error, (Stuck, dist.DistError)) or (
         isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
     )
@@ -209,7 +209,7 @@ class Control:
     def _roll_call(self, words: str) -> tuple[int, str, int]:
         """Return the exit code, the message, and the rank that prints the message.
 
-        The first rank that gets here to the end writes all three to the store, and the other ranks read them.
+        The first rank with a result writes the result to the key-value store, and the other ranks return this result.
         """
         ranks = range(self._world.size)
         self._store.set("call", "")
@@ -265,8 +265,8 @@ def _at(place: tuple[int, str]) -> str:
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:
-    """Check that each rank has the right records for the first training step. With wrong records the loss would fall,
-    too, so nobody would notice.
+    """Check that the ranks have different records in the first training step, or the same records if the ranks compute
+    layers together. With wrong records the loss would fall, too, so nobody would notice.
 
     Args:
         world: all ranks of the run.
@@ -402,7 +402,7 @@ class Watch:
         return line, [*self._slow_ranks(), *self._full_ranks(ranks)]
 
     def _slow_ranks(self) -> Iterator[str]:
-        """Yield a message for each rank that now waits for data longer than other ranks, but did not a step before."""
+        """Yield a message for each rank that waits for data longer than other ranks, and did not in the last step."""
         if len(self._recent) < WINDOW:
             return
         # Use the median, because a single delay, such as a first use of the disk, does not make a rank slow.
