@@ -1,13 +1,13 @@
 """Estimates memory and time of a run before it starts, and finds the best strategy, for `esmshard plan`.
 
-`memory` adds up the memory in use at each moment of a step: the weights that FSDP2 keeps and gathers, and the tensors
-that a layer of `esmshard.model` keeps for its backward pass. docs/plan.md has the formulas, and compares them with
-peaks that `benchmarks/peaks.py` measured.
+The function `memory` adds up the memory in use at each moment of a step: the weights that FSDP2 keeps and gathers, and
+the tensors that a layer of `esmshard.model` keeps for its backward pass. docs/plan.md has the formulas, and compares
+the estimates with peaks that `benchmarks/peaks.py` measured.
 
-`cost` is a roofline model. While a layer computes, FSDP gathers the weights of the next layer and reduces the gradients
-of the previous layer. The part of the communication that takes longer than the layer is called exposed. Ranks that
-compute a layer together exchange activations, during which they compute nothing. Only the constants `*_SHARE` were
-fitted. They are the same for all models and machines. `benchmarks/published.py` compares `cost` with published runs.
+The function `cost` is a roofline model. While a layer computes, FSDP gathers the weights of the next layer and reduces
+the gradients of the previous layer. The time by which this communication is longer than the layer is called exposed.
+Ranks that compute a layer together exchange activations, and compute nothing during the exchange. Only the constants
+`*_SHARE` were fitted, once for all models and machines. `benchmarks/published.py` compares `cost` with published runs.
 """
 
 import os
@@ -42,50 +42,51 @@ from esmshard.tasks.registry import new_task
 
 MIB, GIB = 2**20, 2**30
 
-# The shares of the speeds in data sheets that are reached by: large matrix products, with launch gaps and lower clocks;
-# FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100); element-wise kernels; links
-# in large collectives (nccl-tests, bus bandwidth).
+# The share of a speed in a data sheet that a real program reaches. MATMUL: large matrix products, with launch gaps and
+# lower clocks. ATTENTION: FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100).
+# HBM: memory traffic of element-wise kernels. LINK: large collectives (nccl-tests, bus bandwidth).
 MATMUL_SHARE, ATTENTION_SHARE, HBM_SHARE, LINK_SHARE = 0.68, 0.4, 0.8, 0.75
-LATENCY, HOP = 30e-6, 5e-6  # seconds of an empty collective within a machine, and for each additional machine
-LAUNCH = 4e-4  # seconds that the host needs to launch one forward pass of an eager layer: 40 kernels, FSDP's hooks
-HOST = 20e9  # bytes/s for `cpu_offload`: over PCIe to pinned memory, and of AdamW in the machine's memory, per process
-# Memory traffic of a step in bytes per parameter: AdamW reads weight, gradient and two moments, and writes weight and
-# moments. Clipping reads and writes the gradient.
+LATENCY, HOP = 30e-6, 5e-6  # seconds that an empty collective takes in a machine, and for each additional machine
+LAUNCH = 4e-4  # seconds in which a CPU launches the forward pass of a layer that is not compiled: 40 kernels, hooks
+HOST = 20e9  # bytes/s of a process with `cpu_offload`: over PCIe to pinned memory, and of AdamW in the CPU's memory
+# The memory traffic of an optimizer step in bytes per parameter: AdamW reads weight, gradient and two moments, and
+# writes weight and moments. Clipping reads and writes the gradient.
 ADAMW_BYTES = 40
-RESERVE = 0.1  # the share of a GPU's memory that stays free, for fragmentation and for errors of the estimate
-AS_GOOD = 1.03  # step times within this factor count as equal, and the option with less memory is better
-MOST_TOKENS = 1 << 20  # the largest micro-batch that the search considers
-SHOWN = 16  # the maximum number of options in the table
+RESERVE = 0.1  # the share of a GPU's memory that a plan leaves free, for fragmentation and errors of the estimate
+AS_GOOD = 1.03  # step times within this factor count as equal; then the option with the smallest memory is best
+MOST_TOKENS = 1 << 20  # the maximum number of tokens of a micro-batch that the search considers
+SHOWN = 16  # the maximum number of options in the printed table
 HEAD = "strategy checkpointing weights grads optim gather activ head other total fits most tokens ms/step exposed GiB"
 
-# Devices by kind of attention: `cuda` has kernels for packed attention; `cuda-padded` (before Ampere, or fp32) pads.
+# The kinds of devices. A `cuda` GPU has attention kernels that need no padding. A `cuda-padded` GPU (before Ampere, or
+# in fp32) pads the sequences for attention.
 Device = Literal["cpu", "cuda", "cuda-padded"]
 FP32 = 4
-# Memory that libraries use. CPU: packed blocks of the matrix product, small tensors, pages of the allocator. GPU:
+# The memory that libraries use, in bytes. CPU: blocks of matrix products, small tensors, pages of the allocator. GPU:
 # cuBLAS's workspace (32 MiB for each handle on Hopper) and rounding by the caching allocator, without the CUDA context.
-WORKSPACE = {"cpu": 12 << 20, "cuda": 96 << 20, "cuda-padded": 96 << 20}  # bytes
+WORKSPACE = {"cpu": 12 << 20, "cuda": 96 << 20, "cuda-padded": 96 << 20}
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One kind of GPU. The speeds are dense ones, without sparsity, from the data sheet."""
+    """One kind of GPU. The speeds are from the data sheet, for dense products (without sparsity)."""
 
     name: str
-    memory_bytes: int  # as the driver reports, slightly less than the name says
-    half_flops: float  # FLOP/s of the tensor cores in bf16 (fp16 where there is no bf16), with sums in fp32
-    fp32_flops: float  # FLOP/s of fp32 products with torch's defaults, without TF32
-    hbm: float  # bytes/s of the GPU's own memory
-    link: float  # bytes/s that a GPU can receive from other GPUs of its machine, over NVLink or else PCIe
-    has_bf16: bool = True  # from compute capability 8.0 on, which kernels for packed attention also require
+    memory_bytes: int  # the memory that the driver reports, slightly less than the GPU's name says
+    half_flops: float  # FLOP/s of the tensor cores in bf16 (in fp16 if there is no bf16), with sums in fp32
+    fp32_flops: float  # FLOP/s of fp32 products with torch's default settings, which do not use TF32
+    hbm: float  # bytes/s that the GPU can read from and write to its own memory
+    link: float  # bytes/s that a GPU can receive from the other GPUs of its machine, over NVLink or else PCIe
+    has_bf16: bool = True  # whether the compute capability is at least 8.0; attention without padding also needs 8.0
 
     def flops(self, precision: str) -> float:
-        """Return the speed of matrix products at a precision, in FLOP/s."""
+        """Return the GPU's peak speed for matrix products in the given precision, in FLOP/s."""
         return self.fp32_flops if precision == "fp32" else self.half_flops
 
 
-# Sources. Memory: `nvidia-smi`, ECC on. Speeds: the NVIDIA data sheet of each product, dense (half of the figures "with
-# sparsity"); for GeForce cards the architecture white papers, fp16 with fp32 accumulation. Links: NVLink 2, 3, 4, 5 are
-# 300, 600, 900, 1800 GB/s in both directions together; PCIe 3, 4, 5 x16 are 16, 32, 64 GB/s each way.
+# Sources. Memory: `nvidia-smi`, with ECC on. Speeds: NVIDIA's data sheet of each product, dense (half of the figures
+# "with sparsity"). For GeForce cards: the architecture white papers, fp16 with fp32 sums. Links: NVLink 2, 3, 4, 5 have
+# 300, 600, 900, 1800 GB/s in both directions together; PCIe 3, 4, 5 x16 have 16, 32, 64 GB/s each way.
 GPUS: dict[str, GPU] = {
     gpu.name: gpu
     for gpu in (
@@ -109,7 +110,9 @@ GPUS: dict[str, GPU] = {
 
 
 def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
-    """Return the GPU in GPUS that fits the driver's name, or None. `memory_bytes` decides among equal names."""
+    """Return the GPU in the table `GPUS` that fits the `name` from the driver, or None if there is no such GPU. If
+    several GPUs fit, return the one whose memory is nearest to `memory_bytes`.
+    """
     joined = re.sub(r"\bRTX (?=\d)|(?<=\d) (?=(?:TI|PCIE|NVL)\b)", lambda part: part[0].strip(), name.upper())
     words = re.findall(r"[A-Z]+\d*[A-Z]*", joined)
     rows = [gpu for gpu in GPUS.values() if gpu.name.partition("-")[0] in words]
@@ -118,21 +121,21 @@ def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
 
 @dataclass(frozen=True)
 class Machines:
-    """Equal machines with equal GPUs, with one process for each GPU."""
+    """The machines of a plan. All machines are equal, all GPUs are equal, and each GPU has one process."""
 
     gpu: GPU
     per_machine: int
     nodes: int = 1
-    network: float = 25e9  # bytes/s that a GPU can receive from other machines: one InfiniBand HDR port per GPU
+    network: float = 25e9  # bytes/s that a GPU can receive from other machines: an InfiniBand HDR port per GPU
 
     @property
     def world_size(self) -> int:
-        """The total number of GPUs."""
+        """The number of GPUs of all machines together, which is also the number of processes."""
         return self.per_machine * self.nodes
 
     @property
     def room(self) -> int:
-        """The memory of a GPU that tensors can use, in bytes: all but 1 GiB for NCCL, CUDA and its kernels."""
+        """The memory of a GPU that tensors can use, in bytes. NCCL, CUDA and kernels use the other 1 GiB."""
         return self.gpu.memory_bytes - 1024 * MIB
 
     def __str__(self) -> str:
@@ -143,16 +146,16 @@ class Machines:
 def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float | None = None) -> Machines:
     """Read the GPUs of one machine from a text such as `8xA100-40GB`, `A100-80GB` or `4xL4`.
 
-    `network_gbit` is the speed of the network between machines for each GPU. `memory_gb` is for a card that is not in
-    GPUS. The plan then assumes the speeds of an A10G, so the order of strategies is useful, but not the times.
-    `UsageError` for an unknown card.
+    `network_gbit` is the speed of the network between machines for each GPU. `memory_gb` is for a GPU that is not in
+    `GPUS`. The plan then assumes the speeds of an A10G, so the order of strategies is useful, but not the times. Raises
+    `UsageError` if the GPU is unknown, or a number is too small.
     """
     count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
     per_machine, plain = int(count or 1), name.upper().replace(" ", "")
     if min(per_machine, nodes) < 1 or network_gbit <= 0 or (memory_gb is not None and memory_gb <= 1):
         raise UsageError("--gpus, --nodes, --network and --memory: each number must be at least 1")
     rows = [gpu for gpu in GPUS.values() if plain in (gpu.name, gpu.name.partition("-")[0])]
-    if memory_gb is not None:  # Drivers report up to 3% less than the name of a card says.
+    if memory_gb is not None:  # Drivers report up to 3% less memory than the name of a GPU says.
         rows = [replace(GPUS["A10G-24GB"], name=name, memory_bytes=int(memory_gb * 2**30 * 0.97))]
     if len(rows) != 1:
         known = ", ".join(gpu.name for gpu in rows or GPUS.values())
@@ -162,35 +165,35 @@ def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNumbers:
-    """The numbers of parameters in the layers and in the root, which is the rest of a model. A tied matrix counts once.
-    All layers are equal.
+    """The numbers of parameters of a model: of each layer (all layers are equal), and of the root, which is the model
+    outside its layers. A matrix with two names counts once.
     """
 
     config: ModelConfig
     layer_parameters: int
     root_parameters: int
-    layer_trained: int  # parameters of a layer with gradients and optimizer state
+    layer_trained: int  # the number of trained parameters of a layer, which have gradients and optimizer state
     root_trained: int
-    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")  # `Matrix.reads` of trained matrices
-    lora: int = 0  # the sum of the ranks of a layer's LoRA matrices
-    track_kept: int = 0  # how many numbers per token the first layer keeps for additional tracks
+    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")  # the names `Matrix.reads` of the trained matrices' inputs
+    lora: int = 0  # the sum of the LoRA ranks of all LoRAs in a layer
+    track_kept: int = 0  # how many numbers per token the first layer keeps for additional tracks, such as 3Di letters
     quantization: Quantization | None = None
-    layer_quantized: int = 0  # parameters of a layer in 4 or 8 bits, which every rank holds in full
+    layer_quantized: int = 0  # the number of a layer's parameters in 4 or 8 bits; every rank holds all of them
     layer_packed: int = 0  # the size of the quantised parameters of a layer in bytes
 
     @property
     def parameters(self) -> int:
-        """The total number of parameters."""
+        """The number of parameters of the whole model."""
         return self.config.n_layers * self.layer_parameters + self.root_parameters
 
     @property
     def trained(self) -> int:
-        """The number of trained parameters."""
+        """The number of trained parameters of the whole model."""
         return self.config.n_layers * self.layer_trained + self.root_trained
 
     def of_rank(self, tensor: int) -> "ModelNumbers":
-        """Return the numbers of one of `tensor` ranks that divide each layer, with the whole root. Each of these ranks
-        holds norms and summed biases in full, but they are small, and count as divided.
+        """Return the numbers for one of `tensor` ranks that divide each layer, with the whole root. In fact, each rank
+        holds whole norms and some whole biases, but these parameters are few, and count as divided.
         """
         layer, trained = -(-self.layer_parameters // tensor), -(-self.layer_trained // tensor)
         return replace(self, layer_parameters=layer, layer_trained=trained)
@@ -199,11 +202,11 @@ class ModelNumbers:
 def numbers_of(
     model: nn.Module, config: ModelConfig, *, tracks: Collection[str] = (), quantization: Quantization | None = None
 ) -> ModelNumbers:
-    """Count the parameters of a model that has `layers`, after `adapt` and before `shard`, even on the meta device.
+    """Count the parameters of a model that has `layers`, even on the meta device. Call this after `FineTuner.adapt` and
+    before `shard`.
 
-    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, trained
-    parameters are averaged over the layers, and each layer keeps the inputs that a trained layer keeps. Quantised
-    matrices are buffers of the model.
+    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, the trained
+    parameters are averaged over all layers, and each layer counts as keeping the inputs that a trained layer keeps.
     """
 
     def count(module: nn.Module, trained: bool = False) -> int:
@@ -234,18 +237,18 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "hea
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of one rank at the peak of a training step in bytes, by purpose."""
+    """The memory of one rank at the peak of a step, in bytes, divided by purpose."""
 
-    when: str  # the moment of the peak
-    parameters: int  # this rank's share of the weights, fp32, and all quantised weights
-    gradients: int  # this rank's share, whole gradients of the current layer, and gradients being sent
-    optimizer: int  # two fp32 moments for each trained parameter of the share
-    gathered: int  # whole weights in the precision of the arithmetic, gather buffers, unpacked quantised matrices
+    when: str  # the moment of this peak in words, such as "optimizer step"
+    parameters: int  # this rank's share of the fp32 weights, and all quantised weights
+    gradients: int  # this rank's share of the gradients, whole gradients of the current layer, and gradients being sent
+    optimizer: int  # two fp32 moments for each trained parameter in this rank's share
+    gathered: int  # whole weights in the precision of computation, gather buffers, unpacked quantised matrices
     activations: int  # tensors that the trunk keeps for the backward pass, and temporary tensors of the current layer
-    head: int  # tensors that the logits or the task's head keep
+    head: int  # tensors that the LM head or the task's head keeps for the backward pass
     workspace: int  # memory that libraries use
-    total: int = field(init=False)  # the sum of KINDS
-    host: int  # weights, gradients and optimizer state outside the device, for `cpu_offload`
+    total: int = field(init=False)  # the sum of the fields in KINDS
+    host: int  # weights, gradients and optimizer state in the CPU's memory with `cpu_offload`, outside `total`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", sum(getattr(self, kind) for kind in KINDS))
@@ -254,17 +257,17 @@ class Memory:
 class LayerBytes(NamedTuple):
     """The memory of one layer for one token, in bytes."""
 
-    kept: int  # from the forward to the backward pass
+    kept: int  # bytes that stay in memory from the forward to the backward pass
     again: int  # additional bytes while a checkpointed layer is recomputed
-    passing: int  # additional bytes in the backward pass of the layer: gradients of intermediate results
+    passing: int  # additional bytes in the backward pass of the layer, for gradients of intermediate results
 
 
 def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: float = 1.0) -> LayerBytes:
-    """Return the memory of one layer for one token, in bytes. docs/plan.md lists the vectors.
+    """Return the memory of one layer for one token, in bytes. docs/plan.md lists the vectors that need memory.
 
-    The input of a frozen matrix is not kept. If all layers are frozen, nothing is kept, and the peak is in the
-    feed-forward part. `padding` is the number of tokens with padding divided by the number without padding, for
-    attention on a device that pads.
+    A layer does not keep the input of a frozen matrix. If all layers are frozen, a layer keeps nothing, and its peak is
+    in the feed-forward part. `padding` is the number of tokens with padding divided by the number without padding. It
+    has an effect only on a device that pads sequences for attention.
     """
     config, inputs, size = numbers.config, numbers.inputs, BYTES[layout.precision]
     d, n_heads, tensor, together = config.dim, config.n_heads, layout.tensor, layout.together
@@ -272,31 +275,31 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     products, output = 2 if config.gated else 1, int("fc2" in inputs)
     blocks = padding if device == "cuda-padded" else 1.0
     # The layer's input and the sum after attention; their normalised forms, which ranks that divide a layer gather; the
-    # vectors of feed-forward; q, k, v and attention's output, which a CPU also concatenates and a device that pads also
-    # has as blocks.
+    # vectors of the feed-forward part; q, k, v and the output of attention. A CPU also concatenates the outputs. A
+    # device that pads also has padded copies.
     everything = 2 * vector + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
     everything += round(3 * vector * blocks)
     everything += vector if device == "cuda" else round(vector * (blocks + ("out" in inputs)))
-    if layout.context > 1:  # keys and values of all tokens
+    if layout.context > 1:  # the gathered keys and values of all tokens
         everything += 2 * d * size
-    if config.qk_norm:  # norms that ranks divide keep two forms of queries and keys in fp32
+    if config.qk_norm:  # if ranks divide these norms, the norms keep two forms of queries and keys in fp32
         everything += 2 * vector if tensor == 1 else 4 * FP32 * d // tensor
-    # The rotary angles, the log-sum-exp and the statistics of norms; the products of LoRA.
+    # The rotary angles, the log-sum-exp of attention, the statistics of norms, and the inner vectors of LoRAs.
     everything += 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
     gathered = whole if tensor > 1 else 0
     if not numbers.layer_trained:
         return LayerBytes(0, vector + max(wide * (1 + products), wide + gathered), 0)
-    # The backward pass of gelu needs its two gradients and the gradient of the sum; a kept output of gelu is already
-    # freed. A gate has gradients of both products, and one more factor. Ranks that divide a layer first have the
-    # gradient after gelu, and the gradient of the sum for all tokens.
+    # The backward pass of gelu needs two gradients of gelu and the gradient of the residual sum. If the output of gelu
+    # was kept, it is already freed. A gate has gradients of both products, and one more factor. Ranks that divide a
+    # layer first have the gradient after gelu, and the gradient of the sum for all tokens.
     passing = max(wide * (2 * products - output), wide + gathered) + vector
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
         return LayerBytes(vector, everything - vector, passing)
-    # Attention and the products of `kept_products` are kept. Ranks that divide a layer keep the sums of `out` and fc2
-    # for their own tokens. After recomputation q and k exist with and without rotation; with a LoRA only with rotation,
-    # because its product was added to a sum.
+    # Attention and the products in `kept_products` are kept. Ranks that divide a layer keep the sums of `out` and fc2
+    # for their own tokens. After recomputation, q and k exist with and without rotation. With a LoRA, they exist only
+    # with rotation, because the product of the LoRA was added to a sum.
     sums = whole if tensor == 1 else 2 * vector
     kept = 5 * vector + wide * products + sums + 4 * n_heads // together
     turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * vector
@@ -316,50 +319,50 @@ def memory(
 ) -> Memory:
     """Return the memory of one rank at the peak of a training step, in bytes.
 
-    `tokens` and `head_bytes` belong to the largest micro-batch. The head keeps its bytes until the backward pass. From
-    the second micro-batch on, gradients exist from the start. `padding`: see `layer_bytes`. `scoring` gives the peak of
-    a validation instead, which has no gradients, but the optimizer's state is in memory.
+    `tokens` is the number of tokens of the largest micro-batch, and `head_bytes` is the memory that the head keeps for
+    it until the backward pass. `padding` is as in the function `layer_bytes`. With `scoring`, return the memory at the
+    peak of a validation. A validation has no gradients, but the optimizer's state stays in memory.
     """
     part, config, sharded = numbers.of_rank(layout.tensor), numbers.config, int(layout.sharded)
     n, size, group = config.n_layers, BYTES[layout.precision], layout.group
     learns, recomputes = numbers.layer_trained > 0 and not scoring, layout.activation_checkpointing != "none"
     layer = layer_bytes(numbers if learns else replace(numbers, layer_trained=0), layout, device, padding)
-    stored_size = 0 if layout.cpu_offload and device != "cpu" else FP32  # bytes of each number on the device
+    stored_size = 0 if layout.cpu_offload and device != "cpu" else FP32  # bytes of each stored number on the device
     in_full = part.layer_parameters - part.layer_quantized
     # FSDP also divides the root over the ranks that compute a layer together.
     stored = round(n * in_full + part.root_parameters / layout.tensor) // group
     trained = round(n * part.layer_trained + part.root_trained / layout.tensor) // group
-    # The embedding, the last LayerNorm, and the numbers that the first layer keeps for tracks.
+    # The output of the embedding and of the last norm, and the numbers that the first layer keeps for tracks.
     ends = (2 * config.dim + (part.track_kept if learns and not recomputes else 0)) * size
-    # A product unpacks one quantised matrix at a time, and the largest belongs to the feed-forward part. bitsandbytes
-    # unpacks int8 to two fp32 matrices, one after the other.
+    # A product unpacks one quantised matrix at a time. The largest is in the feed-forward part. bitsandbytes unpacks an
+    # int8 matrix in two steps, each to a new fp32 matrix.
     unpacked = config.dim * config.ffn_width * {None: 0, "nf4": size, "int8": 2 * FP32}[part.quantization]
 
     def gathered(to_do: int, *, at_work: bool, forward: bool = False) -> int:
-        """Return the size of all gathered weights, in bytes, when `to_do` layers have not finished their backward pass.
-        `at_work` says whether a layer is computing.
+        """Return the size of all gathered weights in bytes, while `to_do` layers have not finished their backward pass.
+        `at_work` says whether a layer computes at this moment, and `forward` whether it is in the forward pass.
         """
         if not sharded and layout.precision == "fp32":
             return unpacked * at_work
         if not sharded:
-            # One device computes with copies. The copy of a layer stays until the backward pass, unless the layer is
-            # recomputed. A compiled layer takes its copy as an argument.
+            # One device computes with copies of the weights. A layer's copy stays until the backward pass, unless the
+            # layer is recomputed. A compiled layer gets the copy as an argument, so the copy always stays.
             layers = to_do if learns and (not recomputes or layout.compile) else int(at_work)
-        elif forward:  # a layer's buffer, from which its weights were copied, stays until the next layer has arrived
+        elif forward:  # the buffer from which a layer's weights were copied stays until the next layer is gathered
             layers = 1 + (group > 1) + (0 if layout.frees_layers else n - 1)
-        elif layout.frees_layers:  # one more is gathered in advance; in a group of one, a weight is copied when needed
+        elif layout.frees_layers:  # FSDP gathers one more layer in advance, but a single rank copies no layer early
             layers = at_work + (min(1, to_do - at_work) if group > 1 else 0)
         else:
             layers = to_do
         return unpacked * at_work + (part.root_parameters + layers * in_full) * size
 
-    # Gradients in memory: this rank's share of the model and of a layer; a whole layer during its backward pass, and in
-    # the precision of the reduction until it is reduced; the root until the end.
+    # The gradients in memory: this rank's share of the model and of a layer; whole gradients of a layer during its
+    # backward pass, and then in the precision of the reduction until they are reduced; those of the root until the end.
     share, layer_share = stored_size * trained, stored_size * part.layer_trained // group
     whole, root = sharded * part.layer_trained * size, sharded * part.root_trained * size
     reduce = sharded * part.layer_trained * BYTES[layout.reduce_dtype]
     gloo = reduce if device == "cpu" and group > 1 else 0  # gloo's reduce-scatter is an all-reduce of a copy
-    # Gradients summed over model copies stay until the backward pass ends. In fp32 they need no additional memory.
+    # Gradients summed over model copies stay until the backward pass ends. Only bf16 gradients need more memory.
     held = reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0
     before = share if micro_batches > 1 else 0  # gradients of earlier micro-batches
     if micro_batches > 1 and sharded and layout.accumulate == "unsharded":
@@ -371,7 +374,7 @@ def memory(
         return tokens * (of_layers + ends)
 
     in_forward = gathered(n, at_work=True, forward=True)
-    # Each moment has a name, and the bytes of gradients, gathered weights, activations, head and gloo's copy.
+    # Each moment is a name and sizes in bytes: of gradients, gathered weights, activations, head and gloo's copy.
     moments = [
         (f"forward pass of layer {n} of {n}", before, in_forward, kept(n * layer.kept + layer.again), 0, 0),
         ("backward pass of the head", at_head, gathered(n, at_work=False), kept(n * layer.kept), head_bytes, 0),
@@ -379,11 +382,11 @@ def memory(
     ]
     if scoring:
         moments = [("validation and evaluation", 0, in_forward, kept(layer.kept + layer.again), head_bytes, 0)]
-    # The total changes linearly between these moments, so no other moment can be the peak.
+    # Between the moments below, the total changes linearly, so no other moment can be the peak.
     for done in sorted({0, min(1, n - 1), max(0, n - 2), n - 1}) if learns else ():
         to_do, name = n - done, f"layer {n - done} of {n}"
         left = root + done * held + max(before, done * layer_share)
-        if before > share:  # shards replace whole gradients
+        if before > share:  # layer by layer, this rank's shares replace whole gradients
             left = root + done * held + before - done * (before - share) // n
         running, at_work = left + (reduce if done else 0), gathered(to_do, at_work=True)
         sent, waiting = left + reduce + whole + layer_share + held, kept((to_do - 1) * layer.kept)
@@ -408,13 +411,15 @@ def memory(
 
 
 def free_bytes(device: torch.device, local_processes: int) -> int:
-    """Return how many bytes are free for a process: of its GPU, or its share of the machine, job or container."""
+    """Return the free memory for this process in bytes. On a GPU, this is the GPU's free memory. On a CPU, each of
+    `local_processes` has an equal share of the free memory of the machine, or of the job or container if that is less.
+    """
     if device.type == "cuda":
         torch.cuda.empty_cache()  # unused memory of this process's allocator counts as free
         return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":  # Metal recommends a limit, which is a part of the machine's memory
+    if device.type == "mps":  # Apple's Metal recommends a limit, which is a part of the machine's memory
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    if not hasattr(os, "sysconf"):  # Windows has no such call; assume the memory of a small machine
+    if not hasattr(os, "sysconf"):  # Windows does not have `sysconf`; assume the memory of a small machine
         return 8 * 2**30 // local_processes
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -425,14 +430,14 @@ def free_bytes(device: torch.device, local_processes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """The work of one rank in one step. Ranks that compute a layer together have equal `Work`."""
+    """What one rank computes in one step. Ranks that compute a layer together have equal `Work`."""
 
-    tokens: int  # of one micro-batch, with padding if there is any
+    tokens: int  # the number of tokens of one micro-batch, with padding if there is any
     micro_batches: int = 1
     attended: float = 0.0  # how many tokens a token attends to on average: sum of squared lengths / sum of lengths
-    head_bytes: int = 0  # that logits or task head keep for a micro-batch; the head takes as long as moving them
-    # For other implementations: element-wise passes of a layer, see `our_passes`; parameters of a matrix that follows
-    # the layers, for all tokens; the share of matrix products that selective checkpointing recomputes.
+    head_bytes: int = 0  # bytes that LM head or task head keeps for a micro-batch; the head's time is proportional
+    # The next fields describe other implementations: element-wise passes of a layer (see `our_passes`); parameters of a
+    # matrix after the layers; the share of matrix products that selective checkpointing recomputes.
     passes: float | None = None
     head_products: int = 0
     recomputed_products: float = 0.0
@@ -440,20 +445,20 @@ class Work:
 
 @dataclass(frozen=True)
 class Cost:
-    """The time of one step on one rank, and figures derived from it."""
+    """The time of one training step on one rank, the rank's speed, and how much the rank receives. Times in seconds."""
 
     seconds: float  # the sum of the next four times
-    compute: float  # forward and backward passes, without recomputation
+    compute: float  # the time of forward and backward passes, without recomputation
     recompute: float
-    exposed: float  # seconds in which a collective runs and nothing is computed
+    exposed: float  # the time in which a collective runs and nothing is computed
     optimizer: float
-    tokens_per_second: float  # of one GPU
-    mfu: float  # the FLOPs of the model, without recomputation, divided by the peak FLOPs in the same time
-    received: int  # bytes that this rank receives from others
+    tokens_per_second: float  # the speed of one GPU
+    mfu: float  # the FLOPs of the model, without recomputation, divided by the GPU's peak FLOPs in the same time
+    received: int  # how many bytes this rank receives from other ranks
 
 
 def our_passes(numbers: ModelNumbers) -> float:
-    """Return how many vectors of width D the element-wise kernels of a layer read or write for a token, forward.
+    """Return how many vectors of width D a layer's element-wise kernels read or write for a token in a forward pass.
 
     These are 4 for norms, 29 for the rotation (in fp32, with its casts), 6 for sums, and 4 for norms of queries and
     keys. 2 more for gelu, or 5 for a gate, have the width of the feed-forward part. A compiled layer needs about half.
@@ -463,7 +468,7 @@ def our_passes(numbers: ModelNumbers) -> float:
 
 
 def training_flops(numbers: ModelNumbers, attended: float) -> float:
-    """Return the FLOPs of one token's forward and backward pass.
+    """Return the FLOPs of the model for one token in its forward and backward pass, without recomputation.
 
     The forward pass takes two FLOPs for each parameter of a layer, plus the two products of attention. If a layer is
     trained, the gradients of inputs take two FLOPs for each parameter, and attention twice its forward FLOPs. The
@@ -475,7 +480,7 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
 
 
 def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
-    """Estimate time and received bytes of one training step, for a model that is divided over all GPUs."""
+    """Estimate the time of one training step, and how many bytes a rank receives, for a model on all GPUs."""
     gpu, config, tensor, together = machines.gpu, numbers.config, layout.tensor, layout.together
     n, m, peak, hbm = config.n_layers, work.micro_batches, gpu.flops(layout.precision), HBM_SHARE * gpu.hbm
 
@@ -484,17 +489,17 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     passes = our_passes(numbers) if work.passes is None else work.passes
     moved = work.tokens * passes * config.dim * BYTES[layout.precision] / together / hbm
     forward = max(products + attention + moved, LAUNCH)
-    # The gradients of inputs and of weights take two products for each product of the forward pass, and fewer where
-    # weights are frozen.
+    # For each product of the forward pass, the backward pass has two: for the gradients of input and weights. Frozen
+    # weights need no gradients.
     through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
     backward = through * (2 * forward - (1 - learning) * products)
-    # Ranks that divide a layer keep the sum over the products of `out`, and recompute the product.
+    # With selective checkpointing, ranks that divide a layer keep the sum after `out`, and recompute the product.
     summed = config.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
     selective = max(moved + (work.recomputed_products + summed) * products, LAUNCH)
     again = through * {"none": 0.0, "selective": selective, "full": forward}[layout.activation_checkpointing]
     head = 3 * work.head_bytes / hbm + 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    # A collective for layers has one of `tensor` neighbours; all ranks of a copy of the model divide the root.
+    # In a collective for layers, one of `tensor` neighbours takes part. All ranks of a model copy divide the root.
     part, divided = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
     in_full = part.layer_parameters - part.layer_quantized
     gather, reduce, add = _collectives(in_full, part.layer_trained, layout.group, layout, divided)
@@ -504,7 +509,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     received = m * (n * (1 + gathers_again) * gather.received + root[0].received + exchange.received)
     received += (m if every else 1) * (n * reduce.received + root[1].received) + n * add.received + root[2].received
 
-    # The first gather of a pass and the last reduction overlap with no computation, so the root's time counts fully.
+    # Nothing is computed during the first gather of a pass, the last reduction, and the collectives of the root.
     exposed = m * (exchange.seconds + root[0].seconds + gather.seconds + (n - 1) * max(0.0, gather.seconds - forward))
     gather_again = gathers_again * gather.seconds
     for last in [False] * (m - 1) + [True]:
@@ -522,20 +527,20 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 
 
 class Transfer(NamedTuple):
-    """The time of a collective, and how many bytes one rank receives."""
+    """The time of one or several collectives in seconds, and how many bytes one rank receives."""
 
     seconds: float
     received: int
 
 
 def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens: int) -> Transfer:
-    """Return what one rank exchanges, for a micro-batch, with the other ranks that compute layers together.
+    """Return what one rank exchanges, for a micro-batch, with the other ranks that compute the same records.
 
     With `tensor`, each pass of a layer gathers [T, D] twice and scatters sums of [T, D] twice. A recomputed layer needs
     no sum of its last product, and under selective checkpointing no sum at all. Small sums take the time of an empty
     collective: four in a pass for norms of queries and keys, and one for the gradients of undivided norms and biases.
-    Outside the layers, the last norm gathers all tokens, and its gradient is scattered. With `context`, a layer gathers
-    keys and values, [T, 2 D], and scatters the sums of their gradients.
+    Before the last norm, all tokens are gathered, and the gradient is scattered. With `context`, a layer gathers keys
+    and values, [T, 2 D], and scatters the sums of their gradients.
     """
     if layout.together == 1:
         return Transfer(0.0, 0)
@@ -560,17 +565,17 @@ def _received(whole: int, ranks: int) -> int:
 def _collectives(
     parameters: int, trained: int, ranks: int, layout: Layout, machines: Machines
 ) -> tuple[Transfer, Transfer, Transfer]:
-    """Return three transfers: the gather of `parameters` over `ranks`, the reduction of the gradients of the `trained`
-    parameters, and the sum of these gradients over all copies of the model.
+    """Return three transfers: the gather of `parameters` numbers that `ranks` ranks divide, the reduction of `trained`
+    gradients of these parameters, and the sum of these gradients over all copies of the model.
     """
     gpu, per_machine, replicas = machines.gpu, machines.per_machine, machines.world_size // ranks
     weights, gradients = parameters * BYTES[layout.precision], trained * BYTES[layout.reduce_dtype]
-    # With offload, each rank fetches its part from the host, and moves its gradients to the host.
+    # With offload, each rank fetches its part of the weights from the CPU's memory, and moves its gradients to it.
     moving = 4 / ranks / HOST if layout.cpu_offload else 0.0
     spanned = max(1, ranks // per_machine)
 
     def collective(whole: int) -> float:
-        """Return the time in seconds. A machine receives each part from other machines once, over all its ports."""
+        """Return the time of a collective for `whole` bytes, in seconds. A machine receives each part only once."""
         if ranks == 1:
             return 0.0
         inside = _received(whole, min(ranks, per_machine)) / gpu.link
@@ -578,10 +583,10 @@ def _collectives(
         return LATENCY + HOP * (spanned - 1) + max(inside, outside) / LINK_SHARE
 
     gather = all_reduce = 0.0
-    if layout.sharded:  # includes the copy out of the collective's buffer, which a group of one rank also needs
+    if layout.sharded:  # this includes the copy out of the collective's buffer, which a single rank also needs
         gather = parameters * moving + collective(weights) + 2 * weights / (HBM_SHARE * gpu.hbm)
     if replicas > 1:
-        # A machine with several copies of the model first sums their gradients; a port then sends a part of one copy.
+        # A machine with several copies of the model first sums their gradients. Each network port then sends a part.
         near, held_by = max(1, per_machine // ranks), max(ranks, per_machine)
         apart = replicas * ranks // held_by
         inside = 2 * gradients / ranks * (near - 1) / near / gpu.link
@@ -595,14 +600,14 @@ def _collectives(
 
 
 class MicroBatches:
-    """Estimates the memory of a recipe's micro-batches on one rank, for `plan` and `finetune`.
+    """Estimates the memory of a recipe's micro-batches on one rank, for `esmshard plan` and `esmshard finetune`.
 
-    `recipe` is the result of `in_tokens`, and `train` has the training records.
+    `recipe` is a recipe that the function `in_tokens` has returned, and `train` holds the training records.
     """
 
     def __init__(self, recipe: Recipe, train: Examples, numbers: ModelNumbers, layout: Layout, device: Device) -> None:
-        self.longest, self._extra = int(train.tokens.max()), train.beside  # additional tokens of a micro-batch
-        self.share = -(-recipe.batch.global_tokens // layout.data_size)  # tokens of a rank in a step
+        self.longest, self._extra = int(train.tokens.max()), train.beside  # `_extra` tokens are in every micro-batch
+        self.share = -(-recipe.batch.global_tokens // layout.data_size)  # the number of tokens of a rank in a step
         self._head_of = partial(head_bytes, recipe.task, layout=layout, n_logits=numbers.config.n_logits)
         self.head = self._head_of(train.tokens)
         padding = self.longest / float(train.tokens.mean(dtype=np.float64))
@@ -611,7 +616,7 @@ class MicroBatches:
     def largest(self, room: int, share: int | None = None) -> int:
         """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
 
-        The result is at most the rank's share of a step, or `share`, but never less than the longest record.
+        The result is at most `share` (by default a rank's tokens in a step), but never less than the longest record.
         """
         whole, longest = (share or self.share) + self._extra, self.longest + self._extra
 
@@ -624,8 +629,8 @@ class MicroBatches:
         return self.longest + n_fitting - 1 if n_fitting else 0
 
     def need(self, tokens: int, micro_batches: int, scored_N: npt.NDArray[np.int32]) -> Memory:
-        """Return the memory of a step whose largest micro-batch has `tokens`, or of a validation if that needs more.
-        `scored_N` are the lengths of the validation and test records, which are never cut.
+        """Return the memory of a step whose largest micro-batch has `tokens` tokens, or of a validation if a validation
+        needs more. `scored_N` are the lengths of the validation and test records in tokens. These are never cut.
         """
         step = self._memory(tokens + self._extra, self.head(tokens), micro_batches=micro_batches)
         longest, mean = int(scored_N.max()), float(scored_N.mean(dtype=np.float64))
@@ -638,10 +643,10 @@ class MicroBatches:
 def head_bytes(
     task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
 ) -> Callable[[int], int]:
-    """Return a function that converts the tokens of a micro-batch to the bytes that a task's head keeps for it.
+    """Return a function. Given the number of tokens of a micro-batch, it returns how many bytes the task's head keeps.
 
     The micro-batch is assumed to have the longest record and otherwise average records. `tokens_N` are the lengths of
-    all records.
+    all records in tokens.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
     each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
@@ -652,10 +657,10 @@ def head_bytes(
 
 @dataclass(frozen=True)
 class Option:
-    """A possible way to divide the run over the GPUs."""
+    """A possible way to divide a run over the GPUs, with its memory and its time."""
 
     layout: Layout
-    tokens: int  # of the largest micro-batch of a step on one rank
+    tokens: int  # the number of tokens of the largest micro-batch of a step on one rank
     micro_batches: int
     largest: int  # the largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit
     fits: bool
@@ -665,7 +670,7 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of `plan`."""
+    """The result of the function `plan`: the possible options for a recipe on given machines, and the best option."""
 
     recipe: Recipe
     machines: Machines
@@ -675,14 +680,16 @@ class Plan:
 
     @property
     def best(self) -> Option | None:
-        """The option with the smallest memory, among those that fit and take at most AS_GOOD times the lowest time."""
+        """The option that needs the least memory, among options that fit and take at most `AS_GOOD` times the lowest
+        time. None if no option fits.
+        """
         fitting = [option for option in self.options if option.fits]
         equal = [option for option in fitting if option.cost.seconds <= AS_GOOD * fitting[0].cost.seconds]
         return min(equal, key=lambda option: option.memory.total, default=None)
 
     @property
     def keys(self) -> list[str]:
-        """The recipe keys of the best option, to append to `esmshard finetune RECIPE`."""
+        """The recipe keys of the best option, to append to `esmshard finetune RECIPE`. Empty if no option fits."""
         if (best := self.best) is None:
             return []
         tokens = best.largest if self.recipe.batch.tokens_per_rank == "auto" else best.tokens
@@ -696,7 +703,7 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """A sentence that says why the best option is the best, or that nothing fits."""
+        """A sentence that says why the best option is the best, or that no option fits."""
         best, room = self.best, self.room / GIB
         if best is None:
             return (
@@ -711,7 +718,7 @@ class Plan:
         )
 
     def as_text(self) -> str:
-        """Return a text with a table of the options, the best option and the reason."""
+        """Return a text with a table of the options, the keys and the speed of the best option, and the reason."""
         machines, numbers, best = self.machines, self.numbers, self.best
         rows = [HEAD.split()]
         for option in self.options[:SHOWN]:
@@ -740,7 +747,7 @@ class Plan:
         return "\n".join([*lines, f"because   {self.reason}"])
 
     def as_json(self) -> dict[str, Any]:
-        """Return the plan as JSON values, in bytes and seconds."""
+        """Return the plan as values for JSON. Sizes are in bytes, and times in seconds."""
         numbers, rows = self.numbers, [asdict(option) for option in self.options]
         sizes = {"parameters": numbers.parameters, "trained": numbers.trained, **numbers.config.recorded()}
         return {
@@ -757,9 +764,15 @@ class Plan:
 def plan(recipe: Recipe, machines: Machines) -> Plan:
     """Estimate every strategy and checkpointing mode. If nothing fits, also estimate them with `cpu_offload`.
 
-    If the recipe sets neither `parallel.tensor` nor `context`, this also tries each power of two for `parallel.tensor`
-    that divides the GPUs of a machine and the model. `InputError` if the data or the model cannot be read, or there are
-    fewer records than GPUs. `UsageError` if no strategy is possible with the other settings of `parallel`.
+    If the recipe does not set `parallel.tensor`, and `parallel.context` is 1, this also tries other powers of two for
+    `parallel.tensor`. Each must divide the number of GPUs of a machine, of attention heads, and of columns of the
+    feed-forward part.
+
+    Raises:
+        InputError: if the data or the model cannot be read, or there are fewer training records than
+            `world_size // (tensor * context)`.
+        UsageError: if no strategy is possible with the other settings of `parallel`, or for `precision: bf16` on a GPU
+            without bf16.
     """
     config, task, data = config_of(recipe.model.name), new_task(recipe.task, {}), recipe.data
     named = (family_of(config).tracks, recipe.model.name, "data.tracks.")
@@ -801,7 +814,7 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
         batches = MicroBatches(recipe, train, numbers, laid_out, device)
         wanted, longest, extra = recipe.batch.tokens_per_rank, batches.longest, train.beside
         parts = -(-batches.share // max(batches.largest(room) if wanted == "auto" else wanted, longest))
-        # Shares are balanced, so no micro-batch is much larger than the mean. But the longest record is never divided.
+        # Micro-batches are balanced, so none is much larger than the mean. But the longest record is never divided.
         mean = -(-batches.share // parts)
         tokens = max(longest, mean)
         need = batches.need(tokens, parts, scored_N)
@@ -826,8 +839,8 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
 
 
 def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None) -> ModelNumbers:
-    """Count the parameters of a recipe's model with its head. `task` has learned from the labels (`Task.learn`).
-    Without `task`, the head is the LM head.
+    """Count the parameters of a recipe's model with its head. `task` is a task that the method `Task.learn` has
+    returned. Without `task`, the head is the LM head.
     """
     tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
     with torch.device("meta"):
@@ -837,7 +850,9 @@ def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None)
 
 
 def config_of(name: str) -> ModelConfig:
-    """Return the architecture of the model that a recipe names. `InputError` if it must be downloaded first."""
+    """Return the architecture of the model with the name or path `name`. Raises `InputError` if the model cannot be
+    read, or must be downloaded first.
+    """
     if not Path(name).exists():
         if known := name if name in SIZES else released_name(name):
             return SIZES[known]

@@ -1,1 +1,1 @@
-"""Jobs for schedulers, and checks of machines."""
+"""Makes jobs for Slurm and Kubernetes (`esmshard launch`), and checks machines (`esmshard doctor`)."""

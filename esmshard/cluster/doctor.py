@@ -1,4 +1,4 @@
-"""`esmshard doctor`: what is wrong with this machine, or with the machines of a job together, and how to fix it."""
+"""The command `esmshard doctor`: reports problems of this machine, or of all machines of a job, and how to fix them."""
 
 import json
 import os
@@ -31,25 +31,25 @@ from esmshard.recipe.sections import Recipe
 
 Level = Literal["ok", "note", "warning", "error"]
 ANSWER = 30.0
-"""How many seconds nvidia-smi may take. It hangs if a GPU hangs."""
+"""How many seconds the program nvidia-smi may take. nvidia-smi hangs if a GPU hangs."""
 START = 120
-"""How many seconds processes wait for each other."""
+"""How many seconds the processes of `doctor` wait for each other to start and to answer."""
 _NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report: the sentence `found`. A warning and an error always have a `fix`."""
+    """One result of a check, for the report. A warning and an error always have a `fix`."""
 
-    check: str  # the group: versions, gpus, machine, disks, recipe or collectives
+    check: str  # the name of the check: versions, gpus, machine, disks, recipe or collectives
     level: Level
-    found: str
+    found: str  # a sentence that says what the check found
     fix: str = ""
-    node: str = ""  # the machine; empty for all machines together
+    node: str = ""  # the host name of the machine; empty for all machines together
 
 
 class Card(NamedTuple):
-    """One GPU as the driver reports it; memory in bytes."""
+    """One GPU, with the values that its driver reports. The total and the free memory are in bytes."""
 
     name: str
     driver: str
@@ -64,16 +64,17 @@ def run(
     out: Path | None = None,
     as_json: bool = False,
 ) -> int:
-    """Check this machine, connect the processes, and report on stdout.
+    """Check this machine, connect the processes, and print the report on stdout.
 
-    Under a launcher (torchrun, srun) every process joins, the first process of each machine checks its machine, and the
-    first process of all reports. Otherwise this command starts `nproc` processes: by default one for each GPU, or two.
+    Under a launcher (torchrun, srun), all processes connect, and the first process of each machine checks the machine.
+    The first process of all prints the report. Without a launcher, this function starts `nproc` processes: by default
+    one for each GPU, or two without a GPU (one on a single core).
 
     Returns:
-        The exit code: 1 if the report has an error, else 0; 0 for processes that do not report.
+        The exit code: 1 if the report has an error, otherwise 0. It is 0 for processes that print no report.
 
     Raises:
-        UsageError: the recipe or the options are wrong.
+        UsageError: if the recipe or the options are wrong.
     """
     import torch
 
@@ -97,7 +98,7 @@ def run(
 
 
 def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterator[Finding]:
-    """Yield the findings that one process can make about its machine."""
+    """Yield the results of all checks that one process can do alone on its machine."""
     cards: list[Card] = []
     try:
         cards = gpus()
@@ -123,7 +124,7 @@ def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterato
 
 
 def _packages() -> Iterator[Finding]:
-    """Compare the installed versions with esmshard's requirements."""
+    """Compare the versions of the installed packages with esmshard's requirements."""
     import torch
 
     installed = {str(canonicalize_name(each.name)): each.version for each in metadata.distributions() if each.name}
@@ -144,7 +145,7 @@ def _packages() -> Iterator[Finding]:
 
 
 def _cuda(cards: Sequence[Card]) -> Iterator[Finding]:
-    """Check whether driver, build of torch, NCCL and GPUs work together."""
+    """Check whether the driver, this build of torch, NCCL and the GPUs work together."""
     import torch
 
     if not cards:
@@ -166,7 +167,7 @@ def _cuda(cards: Sequence[Card]) -> Iterator[Finding]:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """Return the output of nvidia-smi. `OSError` or `subprocess.SubprocessError` if it cannot be run, or fails."""
+    """Return the output of the program nvidia-smi. Raises `OSError` or `subprocess.SubprocessError` if it fails."""
     command = ["nvidia-smi", *arguments]
     answer = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=ANSWER, check=False)  # noqa: S603
     if answer.returncode:
@@ -175,7 +176,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def gpus() -> list[Card]:
-    """Return the GPUs that the driver reports; none without nvidia-smi. Errors as `nvidia_smi`."""
+    """Return the GPUs that the driver reports; an empty list without nvidia-smi. Raises the errors of `nvidia_smi`."""
     if shutil.which("nvidia-smi") is None:
         return []
     fields = "name,driver_version,memory.total,memory.free"
@@ -187,7 +188,7 @@ def gpus() -> list[Card]:
 
 
 def _disks(out: Path) -> Iterator[Finding]:
-    """Check that the directories of results, caches and temporary files can be written and have room."""
+    """Check that the directories for results, caches and temporary files are writable and have 1 GiB free."""
     for role, path, fix in (
         ("out", out, "choose another directory with out=DIR"),
         ("cache", cache_directory(), "set ESMSHARD_CACHE"),
@@ -208,7 +209,7 @@ def _disks(out: Path) -> Iterator[Finding]:
 
 
 def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[Finding]:
-    """Check whether data and weights exist, and whether the run fits. Nothing is downloaded."""
+    """Check whether the data and the weights of a recipe exist, and whether the run fits. Nothing is downloaded."""
     from huggingface_hub import constants
 
     from esmshard.data.splits.variant_records import FOLDS
@@ -219,7 +220,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     from esmshard.train.inputs import prepare
 
     name = recipe.model.name
-    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # the first fold stands for all
+    if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # check only the first fold
         recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"folds": FOLDS, "fold": 0})})
     of_hub = recipe.init != "random" and (name in RELEASED or is_hub_name(name)) and not weights.place(name).exists()
     if of_hub and hub.find(name) is None:
@@ -254,9 +255,10 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
 
 
 def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
-    """Connect all processes, compare their versions, and time an all-reduce. Return all findings on the first rank.
+    """Connect all processes, compare their software versions, and time an all-reduce.
 
-    A process that cannot connect returns the findings about its own machine.
+    Return the findings about all machines on the first rank, and None on other ranks. If the processes cannot connect,
+    a process that checked its machine returns the findings about this machine and the error.
     """
     import torch
     import torch.distributed as dist  # noqa: TID251  # a measurement outside of a run
@@ -264,7 +266,7 @@ def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
     from esmshard.parallel.process_group import world
 
     with tempfile.TemporaryDirectory(prefix="esmshard_doctor_") as name:
-        # NCCL names the network that it uses only in this log. It reads the variables when it starts.
+        # Only this log says which network NCCL uses. NCCL reads the two variables when it starts.
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{name}/nccl"}
         try:
             with world(START, alone_too=True) as ranks:
@@ -276,15 +278,15 @@ def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
                 numbers = torch.zeros((64 if on_gpu else 4) << 20, device=ranks.device)
                 times = []
                 for _ in range(6):
-                    ranks.rows([0.0])  # all begin together
+                    ranks.rows([0.0])  # so that all ranks begin at the same time
                     began = time.perf_counter()
                     dist.all_reduce(numbers)
-                    ranks.rows([float(numbers[0])])  # waits for the device
+                    ranks.rows([float(numbers[0])])  # this read waits until the device has finished
                     times.append(time.perf_counter() - began)
                 log = Path(name, "nccl").read_text(errors="replace") if Path(name, "nccl").is_file() else ""
                 networks = sorted(set(_NETWORK.findall(log)))
                 of_ranks = ranks.gather((list(of_machine), versions, socket.gethostname(), networks))
-        except Exception as error:  # of gloo, NCCL or CUDA
+        except Exception as error:  # an error of gloo, NCCL or CUDA
             text = f"the processes did not work together: {' '.join(str(error).split())[:300]}"
             fix = "fix the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"
             return [*of_machine, Finding("collectives", "error", text, fix)] if of_machine else None
@@ -313,7 +315,7 @@ def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
 
 
 def _show(findings: Sequence[Finding], as_json: bool) -> int:
-    """Print the report on stdout, and return the exit code."""
+    """Print the report on stdout, and return the exit code: 1 if the report has an error, otherwise 0."""
     hosts = list(dict.fromkeys(finding.node for finding in findings if finding.node))
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
     code = int(counts["error"] > 0)

@@ -1,11 +1,11 @@
-"""`esmshard launch`: options become a job, the job and a template become a scheduler's file, and the file is submitted.
+"""The command `esmshard launch`: makes a `Job` from options, writes the job file for a scheduler, and submits the file.
 
-The templates are `templates/slurm.sh` and `templates/kubernetes.yaml`. `launch --template FILE` takes another template.
-A template is Jinja2 text with these variables: `job` (a `Job`), `site` (the profile), and the values that `_slurm` or
-`_kubernetes` return. A filter quotes every text that a user can choose: `quote` for bash, `quoted` and `block` for
-YAML, and `literal` where the kubelet would replace `$(NAME)`.
+The file is made from the template `templates/slurm.sh` or `templates/kubernetes.yaml`, or from `--template FILE`. A
+template is Jinja2 text with these variables: `job` (a `Job`), `site` (the site profile), and the values that the
+functions `_slurm` or `_kubernetes` return. A filter quotes every text that a user can choose: `quote` for bash,
+`quoted` and `block` for YAML, and `literal` where the kubelet would replace `$(NAME)`.
 
-Facts about Slurm are from its manual and were observed on Slurm 22.05; Kubernetes must be 1.31 or later.
+Facts about Slurm are from its manual and were observed on Slurm 22.05. Kubernetes must have version 1.31 or later.
 """
 
 import json
@@ -31,59 +31,61 @@ Target = Literal["slurm", "kubernetes"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".job.yaml"}
-"""The ending of the file for each target. It must differ from that of a recipe, since the names are equal."""
+"""The ending of the job file's name for each scheduler. A recipe may have the same name, so its ending must differ."""
 COMMANDS: dict[Target, tuple[str, ...]] = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
-"""The command that submits the file. The file is its last argument."""
+"""The command that submits the job file to each scheduler. The path of the file is the last argument."""
 MAX_RESTARTS = 3
-"""How often the processes are restarted after the loss of a process or a node."""
+"""The maximum number of restarts of a job after the loss of a process or a node. `doctor` is never restarted."""
 GRACE = 660
-"""The seconds of a pod between SIGTERM and SIGKILL. `--nproc N` kills its processes after 600 s."""
+"""How many seconds a pod may take to end after SIGTERM, before SIGKILL. `--nproc N` kills its processes after 600 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job of a scheduler: a run on some nodes, or an array of workers of `embed`."""
+    """One job for Slurm or Kubernetes: a run or a check on one or more nodes, or an array of workers of `embed`."""
 
     name: str
-    """The name that the scheduler shows; any text."""
+    """The name of the job, which may be any text. Characters that the scheduler does not allow are replaced."""
     kind: Literal["finetune", "embed", "doctor"]
-    """`finetune` and `doctor` run on all nodes together. `embed` runs `array` workers, each on one node."""
+    """The command of the job. `finetune` and `doctor` use all nodes together. `embed` has `array` separate workers."""
     arguments: tuple[str, ...]
-    """Arguments of `esmshard` that the scheduler does not set: ("finetune", "/my.yaml", "--resume", "auto"). For
-    Kubernetes the recipe is a shipped name, or a path in the pods.
+    """The arguments of the command `esmshard`, such as ("finetune", "/my.yaml", "--resume", "auto"). The template adds
+    others. On Kubernetes, the recipe is the name of a shipped recipe, or a path in the pods.
     """
     out: str
-    """The run's directory with status.json; for `embed` the output."""
+    """The directory of a run, where its status.json is. For `embed`, the path of the output."""
     directory: str = "/"
     """The working directory of the command on Slurm. Paths in `arguments` are relative to this directory."""
     reads: tuple[str, ...] = ()
-    """Recipe, data and model: files or directories that the nodes must see."""
+    """The paths of recipe, data and model. The nodes must be able to read these files and directories."""
     nodes: int = 1
-    """The largest number of nodes of a run."""
+    """The maximum number of nodes of a run."""
     min_nodes: int = 1
-    """The smallest number of nodes with which the run continues after a loss; equal to `nodes` if it is not elastic."""
+    """The minimum number of nodes with which a run goes on after it loses a node; equal to `nodes` without a range."""
     gpus_per_node: int = 0
     nproc: int = 1
-    """The number of processes of a node."""
+    """The number of processes on each node."""
     starts_processes: bool = False
-    """Whether one command on each node starts the `nproc` processes, for `embed` and a cross-validation. Otherwise the
-    scheduler starts each process.
+    """Whether the command `esmshard` itself starts the `nproc` processes of a node, for `embed` and cross-validations.
+    Otherwise srun starts each process, or torchrun if there are several pods.
     """
     array: int = 1
-    """The number of workers of `embed`."""
+    """The number of workers of `embed`. Each worker is one task of a Slurm job array, or one pod of Kubernetes."""
     time: str | None = None
-    """The time limit; None for the limit of the site."""
+    """The time limit of the job on Slurm. None for the time limit in the site profile."""
     recipe_text: str | None = None
-    """The text of a user's recipe for Kubernetes; None for a shipped recipe."""
+    """The content of the user's recipe file, which is copied into the manifest for Kubernetes. None for a shipped
+    recipe, on Slurm, and for `embed`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of the command line; None for an option that was not given."""
+    """The command-line options of `esmshard launch`. None stands for an option that the user did not give."""
 
     target: Target
     nodes: str | None = None
-    """The number of nodes, such as `2`; on Kubernetes also `1:2` for at least one node and at most two."""
+    """The number of nodes, such as `2`. On Kubernetes also a range, such as `1:2` for at least one and at most two."""
     gpus_per_node: int | None = None
     nproc: int | None = None
     time: str | None = None
@@ -92,7 +94,7 @@ class Options:
 
 
 def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: Site) -> Job:
-    """Return the job that runs a recipe. `UsageError` if the recipe or an option is wrong."""
+    """Return the job that runs a recipe. Raises `UsageError` if the recipe or an option is wrong."""
     path = recipe_file.resolve(recipe)
     resolved = recipe_file.load(path, overrides)
     slurm = options.target == "slurm"
@@ -118,7 +120,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     gpus = _gpus(options, site)
     nproc = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, gpus))
     for nodes in () if on_each_fold else sorted({least, most}):
-        layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises for a division that cannot be
+        layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises `UsageError` for an impossible layout
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
     data = resolved.data
     reads = [data.train, data.valid, data.test, data.labels, data.mask, data.complexes, data.clusters, data.table]
@@ -135,7 +137,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         arguments=(*arguments, "--resume", "auto"),
         out=resolved.out if slurm else _in_pods(resolved.out, site),
         directory=str(Path.cwd()),
-        # Names of samples and of released models are not paths.
+        # Only absolute paths: names of sample data and of released models are not paths.
         reads=tuple(sorted({read for read in reads if read is not None and read.startswith("/")})),
         nodes=most,
         min_nodes=least,
@@ -148,10 +150,10 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
 
 
 def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Options, site: Site) -> Job:
-    """Return the job of workers that share an output.
+    """Return the job that runs `esmshard embed` in workers that write one output together.
 
-    `arguments` are the arguments of `esmshard embed` as they were typed, and `parsed` are their values by name.
-    `UsageError` if an option is wrong, or does not suit workers that begin at different times.
+    `arguments` are the arguments of `esmshard embed` as the user typed them, and `parsed` are their values by name.
+    Raises `UsageError` if an option is wrong, or does not suit workers that begin at different times.
     """
     out: Path | None = parsed["out"]
     for refused, why in (
@@ -191,7 +193,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
 
 
 def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
-    """Return the job that checks all nodes together. `UsageError` if an option is wrong."""
+    """Return the job that runs `esmshard doctor` on all nodes together. Raises `UsageError` if an option is wrong."""
     least, most = _nodes(options.nodes)
     if options.array:
         raise UsageError("--array is for embed; pass the number of nodes to check as --nodes N")
@@ -213,9 +215,9 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
 
 
 def render(job: Job, site: Site, target: Target, template: Path | None = None) -> str:
-    """Return the text of the scheduler's file, from an operator's `template` or the shipped template.
+    """Return the text of the job file for the scheduler, from the file `template` or the shipped template.
 
-    `UsageError` if a value cannot be expressed for the scheduler, or the template is wrong.
+    Raises `UsageError` if a value cannot be written for the scheduler, the profile lacks a key, or a template is wrong.
     """
     from jinja2 import Environment, StrictUndefined, TemplateError
 
@@ -225,7 +227,7 @@ def render(job: Job, site: Site, target: Target, template: Path | None = None) -
             raise UsageError(f"{text!r}: holds a character that cannot be given to the job; remove it")
     path = template or TEMPLATES / {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}[target]
     values = _slurm(job, site) if target == "slurm" else _kubernetes(job, site)
-    # The file is no HTML: filters quote what stands in it.
+    # Jinja2's HTML escapes are off, because the file is not HTML. The filters below quote the texts.
     environment = Environment(  # noqa: S701
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
@@ -237,10 +239,10 @@ def render(job: Job, site: Site, target: Target, template: Path | None = None) -
 
 
 def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
-    """Write the file.
+    """Write the text of a job file to `path`.
 
     Raises:
-        UsageError: if the path has another text already, without `overwrite`; or is one of `reads`.
+        UsageError: if the file exists with another text and `overwrite` is not set, or if the job reads this file.
         InputError: if the file cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
@@ -255,9 +257,8 @@ def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
 
 
 def submit(path: Path, target: Target) -> str:
-    """Submit a file. Return the scheduler's answer, or the command to type elsewhere if this machine has no scheduler.
-
-    `InputError` if the scheduler refuses the file.
+    """Submit a job file. Return the scheduler's answer. If this machine has no scheduler, return a command to type on
+    another machine. Raises `InputError` if the scheduler refuses the file.
     """
     program, *arguments = COMMANDS[target]
     file = str(path) if path.is_absolute() else f"./{path}"  # a name that begins with - would be an option
@@ -271,12 +272,14 @@ def submit(path: Path, target: Target) -> str:
 
 
 def default_file(job: Job, target: Target) -> Path:
-    """Return the default path of the file: the job's name, in the working directory."""
+    """Return the default path of the job file: the name of the job and an ending, in the working directory."""
     return Path(_file_name(job.name) + ENDINGS[target])
 
 
 def _slurm(job: Job, site: Site) -> dict[str, Any]:
-    """Return the further variables of the template for Slurm."""
+    """Return the variables of the template for Slurm, except `job` and `site`. Raises `UsageError` if the profile lacks
+    a key, or the container does not see a path of the job.
+    """
     container, tasks = site.container, 1 if job.starts_processes else job.nproc
     if container.runtime == "none" and site.python is None:
         raise UsageError("python: the job needs an interpreter; set it in the site profile")
@@ -297,7 +300,7 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
     if job.gpus_per_node and site.slurm.cpus_per_gpu is not None:
         cores = max(1, site.slurm.cpus_per_gpu * job.gpus_per_node // tasks)
     arguments = [quote(argument) for argument in job.arguments]
-    if job.nodes * tasks == 1:  # one command without ranks
+    if job.nodes * tasks == 1:  # srun starts a single command, so the command must start its processes itself
         arguments += ["--nproc", str(job.nproc)]
     return {
         "name": _file_name(job.name),
@@ -314,7 +317,9 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
 
 
 def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
-    """Return the further variables of the template for Kubernetes."""
+    """Return the variables of the template for Kubernetes, except `job` and `site`. Raises `UsageError` if the profile
+    lacks the image or the volume claim.
+    """
     wanted, image = site.kubernetes, site.container.image or ""
     if not image or image.startswith("/") or image.endswith((".sif", ".sqsh")):
         raise UsageError("container.image: Kubernetes needs an image of a registry; set its name in the site profile")
@@ -324,11 +329,11 @@ def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
             "a PersistentVolumeClaim"
         )
     pods = job.array if job.kind == "embed" else job.nodes
-    # The name of a Service must begin with a letter; with the index of a pod it has at most 63 characters.
+    # In Kubernetes, the name of a Service must begin with a letter, and has at most 63 characters with a pod's index.
     name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
     name = name if re.match("[a-z]", name) else f"esmshard-{name}".rstrip("-")
     exports = {
-        "HOME": "/tmp",  # noqa: S108  # a volume of the pod
+        "HOME": "/tmp",  # noqa: S108  # the template mounts a volume here
         "USER": "esmshard",  # the image may not know the user id, but torch needs a name
         "ESMSHARD_CACHE": "/tmp/esmshard",  # noqa: S108
     }
@@ -351,7 +356,7 @@ def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
         "grace": GRACE,
         "wrapper": (TEMPLATES / "torchrun_wrapper.sh").read_text(encoding="utf-8"),
         "status": f"{job.out}/status.json" if job.kind == "finetune" else "",
-        # The run and the wrapper must have the same directory, whatever the recipe's `out` is. YAML reads the value.
+        # The run and the wrapper must use the same directory, whatever the recipe's `out` is. YAML parses this value.
         "out": f"out={job.out if re.fullmatch(r'/[a-zA-Z0-9_./-]+', job.out) else json.dumps(job.out)}",
         "exports": exports | site.exports,
         "rdma": any(re.search("rdma|hca|infiniband", resource) for resource in wanted.resources),
@@ -360,7 +365,7 @@ def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
 
 
 def _file_name(name: str) -> str:
-    """Convert a text to a name for Slurm and for files.
+    """Convert a text to a valid name of a Slurm job or of a file.
 
     >>> _file_name("my run; $(reboot)")
     'my-run-reboot'
@@ -369,13 +374,13 @@ def _file_name(name: str) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """Return JSON, which any YAML parser reads as the same value."""
+    """Return the value as JSON text. Every YAML parser reads this text as the same value."""
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def _block(text: str, indent: int) -> str:
-    """Return a readable block of YAML if it keeps every character, else a quoted text."""
+    """Return the text as a YAML block, which is easy to read. If a block cannot keep all characters, quote the text."""
     lines = text.split("\n")
     if lines.pop() or not lines or not all(line.isprintable() for line in lines):
         return _quoted(text)
@@ -383,7 +388,7 @@ def _block(text: str, indent: int) -> str:
 
 
 def _literal(text: str) -> str:
-    """Escape a text for the kubelet, which replaces $(NAME) and reads $$ as $."""
+    """Escape a text for the kubelet of Kubernetes, which replaces `$(NAME)` and reads `$$` as `$`."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
@@ -398,7 +403,7 @@ def _time(options: Options) -> str | None:
 
 
 def _nodes(text: str | None) -> tuple[int, int]:
-    """Return the lowest and the highest number of nodes of a text such as `2` or `1:2`."""
+    """Return the minimum and the maximum number of nodes in a text such as `2` or `1:2`; 1 and 1 for None."""
     if text is None:
         return 1, 1
     parts = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text, re.ASCII)
@@ -425,7 +430,7 @@ def _absolute(path: str) -> str:
 
 
 def _in_pods(path: str, site: Site) -> str:
-    """Return the path in the pods of a path below the working directory, and any other path unchanged."""
+    """Convert a path below the working directory to the path in the pods. Return any other path unchanged."""
     if not Path(path).is_relative_to(Path.cwd()):
         return path
     return str(PurePosixPath(site.kubernetes.mount) / Path(path).relative_to(Path.cwd()))

@@ -1,12 +1,12 @@
-"""Context parallelism: a few neighbouring ranks divide the tokens of each pack, attention included.
+"""Context parallelism: a few neighbouring ranks divide the tokens of each pack (a batch of whole sequences end to end).
 
 Each rank computes a layer with whole matrices, for its own tokens only. FSDP shards the matrices over all ranks. The
 queries of a rank's tokens attend to the keys and values of all tokens. Each layer gathers keys and values once, and the
-backward pass sums and scatters their gradients. Each rank has all heads, so the number of ranks need not divide them.
+backward pass sums and scatters their gradients. Each rank has all attention heads, so the number of heads may be any.
 
 In each layer, each rank holds the keys and values of all tokens. Ring attention (Liu et al. 2023, arXiv:2310.01889)
-would divide keys and values, too. But it needs the log-sum-exp of each part, which only private functions of torch
-return. `esmshard.batch` explains the letters of tensor names; R is the number of this rank's tokens.
+would divide keys and values, too. But ring attention needs the log-sum-exp of each part, and only private functions of
+torch return it. `esmshard.batch` explains the letters of tensor names; R is the number of this rank's tokens.
 """
 
 import itertools
@@ -22,15 +22,15 @@ from esmshard.model.attention import PackedAttention, SelfAttention, kernel_name
 from esmshard.parallel.tensor_parallel import Rows, divide_tokens, trunk_of
 
 DIMENSION = "context"
-"""The name of the mesh dimension over which tokens are divided."""
+"""The name of the dimension of the device mesh over which the tokens of a pack are divided."""
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Change a model in place, so that it divides the tokens of each pack over the ranks of `mesh`. The next step is
-    `fully_shard`.
+    """Change a model in place, so that the ranks of `mesh` divide the tokens of each pack. Call this before torch's
+    function `fully_shard`.
 
     Args:
-        model: a trunk or a module that contains a trunk, preferably on the meta device.
+        model: a `Trunk` or a module that contains a `Trunk`, preferably on the meta device.
         mesh: a one-dimensional mesh of the ranks that divide the tokens.
     """
     rows = _RowsInOrder(mesh)
@@ -42,15 +42,15 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 class _RowsInOrder(Rows):
-    """The collectives of context parallelism. Blocks get the positions of this rank's tokens only."""
+    """The collectives of context parallelism. Blocks of the model get the positions of this rank's tokens only."""
 
     def positions(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with the positions of this rank's tokens."""
+        """Return a copy of the batch that has the positions of this rank's tokens only."""
         return replace(batch, position_T=batch.position_T[self.place])
 
 
 class _AttentionOfOwnTokens(PackedAttention):
-    """Attention from this rank's tokens to all tokens."""
+    """Computes attention from the queries of this rank's tokens to the keys and values of all tokens."""
 
     compiles = False
 
@@ -59,27 +59,27 @@ class _AttentionOfOwnTokens(PackedAttention):
         self.rows = rows
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Attend from R queries to the gathered keys and values of T tokens. The arguments have R tokens each."""
+        """Compute attention from this rank's R tokens to all T tokens. Each argument holds only the R tokens."""
         kv_TE = self.rows.all(torch.cat((k_THK, v_THK), 1).flatten(1))
         k_all_THK, v_all_THK = kv_TE.view(self.rows.tokens, 2, *k_THK.shape[1:]).unbind(1)
         return attend_from(q_THK, k_all_THK, v_all_THK, batch, self.rows.place.start)
 
     def whole(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Gather the queries or keys of all tokens."""
+        """Return the queries or keys [T, H, K] of all tokens, gathered from all ranks."""
         return self.rows.all(q_THK.flatten(1)).view(self.rows.tokens, *q_THK.shape[1:])
 
 
 def attend_from(
     q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, first: int
 ) -> torch.Tensor:
-    """Return the attention output [R, H, K] for R consecutive tokens, of which the first has the index `first`."""
+    """Return the attention output [R, H, K] of R consecutive tokens of the pack, which begin at the index `first`."""
     last = first + len(q_RHK)
     parts = [
         (max(start, first) - first, min(end, last) - first, start, end)
         for start, end in itertools.pairwise(batch.bounds)
         if max(start, first) < min(end, last)
     ]
-    if not parts:  # The backward pass of a rank without tokens must still take part in collectives of keys and values.
+    if not parts:  # A rank without tokens must still take part in the collectives of keys and values, backward too.
         return q_RHK + (k_THK[:0].sum() + v_THK[:0].sum())
     if kernel_name(q_RHK.device, q_RHK.dtype) == "varlen":
         return _attend_varlen(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
@@ -87,7 +87,8 @@ def attend_from(
 
 
 _Parts = list[tuple[int, int, int, int]]
-"""For each sequence: begin and end of its queries among the R tokens, and begin and end of its keys in the pack."""
+"""For each sequence, four indices: the begin and end of its queries among the R tokens of this rank, and the begin and
+end of its keys in the pack."""
 
 
 def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Reads how much memory and how many cores this process may use. This module does not import torch."""
+"""Reads how much memory and how many CPU cores this process may use. This module does not import torch."""
 
 import os
 import re
@@ -11,13 +11,14 @@ _V1, _V2 = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ("memory.max", "memory.current", "inactive_file"),
 )
-"""For each version of cgroups: files of the limit and of memory in use, key of releasable memory in `memory.stat`."""
+"""For each version of Linux cgroups, three names: the file with the memory limit, the file with the memory in use, and
+the key in the file `memory.stat` for the memory that the kernel can release."""
 
 
 def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int] | None:
-    """Return the memory limit of this process's cgroup and the memory in use, in bytes; None without a limit.
+    """Return the memory limit of this process's cgroup and the memory in use, in bytes. Return None without a limit.
 
-    Cached pages of files do not count as memory in use if the kernel can release them at once.
+    Cached pages of files do not count as memory in use if the kernel can release these pages at once.
 
     Args:
         root: the directory where cgroups are mounted. In a container, this is the directory of the container's cgroup,
@@ -32,18 +33,18 @@ def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, in
             continue
         base, (limit, usage, releasable) = (root / "memory", _V1) if controllers else (root, _V2)
         parts = [part for part in path.split("/") if part and part != ".."]
-        for depth in range(len(parts), -1, -1):  # the limit of a parent may be lower
+        for depth in range(len(parts), -1, -1):  # the limit of a parent cgroup may be lower
             folder = base.joinpath(*parts[:depth])
             limit_bytes, used = _number(folder / limit), _number(folder / usage)
-            if limit_bytes < 1 << 60:  # without a limit, version 1 has a very large number
+            if limit_bytes < 1 << 60:  # without a limit, cgroups version 1 report a very large number
                 limits.append((limit_bytes, max(0, used - _number(folder / "memory.stat", rf"^{releasable} (\d+)$"))))
     return min(limits, key=lambda pair: pair[0] - pair[1], default=None)
 
 
 def cores(root: Path = CGROUPS) -> int:
-    """Return how many cores this process may use: the smaller of its CPU affinity and its cgroup's quota."""
+    """Return how many CPU cores this process may use: the cores of its CPU affinity, or its cgroup's quota if lower."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):  # without a quota the first word is `max` or -1
+    with suppress(OSError, ValueError):  # without a quota, the first value in the file is `max` or -1
         if (root / "cpu.max").is_file():
             quota, period = map(int, (root / "cpu.max").read_text(encoding="utf-8").split())
         else:
@@ -53,7 +54,7 @@ def cores(root: Path = CGROUPS) -> int:
 
 
 def _number(path: Path, pattern: str = r"^(\d+)$") -> int:
-    """Return the number in a file of the kernel; 0 if `memory.stat` lacks it, 2^60 for a missing limit or `max`."""
+    """Return the number in a file of the kernel. Without a number, return 0 for the file `memory.stat`, else 2^60."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     match = re.search(pattern, text, re.MULTILINE)
     return int(match[1]) if match else 0 if path.name == "memory.stat" else 1 << 60

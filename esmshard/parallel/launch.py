@@ -1,9 +1,10 @@
-"""Starts the processes of a run: reads the variables of torchrun and srun, and is the launcher of `--nproc N`.
+"""Starts the processes of a run, with the environment variables of torchrun or srun, or as the launcher of `--nproc N`.
 
-Every process reads its rank from torch's variables, such as RANK. torchrun and `accelerate launch` set these variables.
-`variables` returns them for a task of srun. `run_local` sets them and starts processes on this machine. This module
-imports torch only when it starts processes. It does not use torch's `elastic_launch`, whose store listens on all
-addresses. `elastic_launch` also restarts a run after a user's mistake, and hides exit codes after a signal.
+Every process reads its rank from torch's environment variables, such as `RANK`. torchrun and `accelerate launch` set
+these variables. The function `variables` computes their values for a task of srun. The function `run_local` sets the
+variables and starts processes on this machine. This module imports torch only when it starts processes. It does not use
+torch's `elastic_launch`, because its key-value store listens on all addresses. `elastic_launch` also restarts a run
+after a user's mistake, and hides exit codes after a signal.
 """
 
 import json
@@ -27,25 +28,25 @@ from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
-"""The name of the environment variable with the process id of esmshard's launcher, set in the launched processes only.
-"""
+"""The name of the environment variable with the process id of esmshard's launcher. Only launched processes have it."""
 LAUNCH = "ESMSHARD_LAUNCH"
-"""The name of the environment variable with a random text for each call of the launcher. Restarts keep this text."""
+"""The name of the environment variable with a random text for each call of esmshard's launcher. Restarts keep the text.
+"""
 TRIAL = "ESMSHARD_TRIAL"
-"""The name of the environment variable that marks a trial of a sweep. A trial ends after its last validation, and
-writes no model."""
+"""The name of the environment variable that marks a run as a trial of a sweep. A trial ends after its last validation,
+and writes no model."""
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 PORTS = range(20000, 28000)
-"""The possible ports of rank 0 under srun. The port depends on the numbers of the job and of its step."""
+"""The ports on which rank 0 may listen under srun. The numbers of the Slurm job and of its step decide which port."""
 FIRST_LEAVES = 10.0
-"""How many seconds another rank that has found a user's mistake waits, so that rank 0 can print it first."""
+"""How many seconds the ranks other than 0 wait after a user's mistake, so that rank 0 can print the mistake first."""
 STOP_TIMEOUT = 600.0
-"""How many seconds processes may take to save and end after SIGTERM or SIGUSR1. Most schedulers allow less time."""
+"""How many seconds the processes may take to save a checkpoint and end after SIGTERM or SIGUSR1."""
 END_TIMEOUT = 30.0
-"""How many seconds processes may take to end after any other signal or after a failure. They do not save."""
+"""How many seconds the processes may take to end without saving, after any other signal or after a failure."""
 
-# Windows does not have all of these signals, so they are looked up by name.
+# Windows does not have all of these signals, so this code looks up each signal by name.
 TO_SAVE, TO_END = (
     tuple(signal.Signals[name] for name in names if hasattr(signal, name))
     for names in (("SIGTERM", "SIGUSR1"), ("SIGINT", "SIGHUP", "SIGQUIT"))
@@ -66,17 +67,19 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 
 def attempt() -> int:
-    """Return how many times a launcher has restarted this run."""
+    """Return how many times the launcher has restarted the processes of this run."""
     return int(os.environ.get(_RESTARTS) or 0)
 
 
 def restarts_allowed() -> int:
-    """Return how many times torchrun may restart this run."""
+    """Return how many times torchrun may restart the processes of this run; 0 without torchrun."""
     return int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0"))
 
 
 def follow_launcher() -> None:
-    """Ask the kernel to send SIGTERM to this process when esmshard's launcher ends, even after kill -9. Linux only."""
+    """Ask the kernel to send SIGTERM to this process when esmshard's launcher ends, even after kill -9. This works only
+    on Linux, and only in a process that the launcher started.
+    """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
         return
@@ -89,17 +92,17 @@ def follow_launcher() -> None:
 
 
 def wait_for_first(code: int) -> None:
-    """Wait at most `FIRST_LEAVES` seconds for SIGTERM from the launcher. SIGTERM then gives the exit code `code`.
+    """Wait at most `FIRST_LEAVES` seconds. If SIGTERM arrives in this time, the process ends with the exit code `code`.
 
-    Every rank finds a mistake in the recipe, and only rank 0 prints the message. srun and torchrun end all ranks as
-    soon as one rank has failed, so rank 0 must end first. esmshard's launcher waits for all ranks.
+    If the recipe has a mistake, every rank finds the mistake, and only rank 0 prints the message. srun and torchrun end
+    all ranks as soon as one rank has failed, so rank 0 must end first.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
     time.sleep(FIRST_LEAVES)
 
 
 def check() -> None:
-    """Raise `UsageError` if a variable that torch needs is missing, or has an impossible value."""
+    """Raise `UsageError` if an environment variable that torch needs is missing, or has an impossible value."""
     if not (os.environ.get("RANK") or os.environ.get("WORLD_SIZE")):
         return
     needed = ["RANK", "WORLD_SIZE"] + (["MASTER_ADDR", "MASTER_PORT"] if os.environ.get("WORLD_SIZE") != "1" else [])
@@ -114,11 +117,12 @@ def check() -> None:
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT for a task of srun.
+    """Return torch's environment variables for a task of srun: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
+    `MASTER_ADDR` and `MASTER_PORT`.
 
-    The result is empty if RANK is already set, or if srun started fewer than two tasks. SLURM_STEP_NUM_TASKS decides,
-    because a batch script and the shell of salloc also have SLURM_NTASKS and SLURM_PROCID. Raises `UsageError` if a
-    variable of srun is missing.
+    The result is empty if `RANK` is already set, or if srun started fewer than two tasks. The number of tasks is read
+    from `SLURM_STEP_NUM_TASKS`, because a batch script also has `SLURM_NTASKS`. Raises `UsageError` if another variable
+    of srun is missing or unreadable.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if "RANK" in environ or not tasks.isdecimal() or int(tasks) < 2:
@@ -145,7 +149,7 @@ def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host in a node list of Slurm.
+    """Return the first host in a node list of Slurm. Raises `ValueError` if the list is empty.
 
     >>> first_host("gpu[007-009,12],login")
     'gpu007'
@@ -165,20 +169,21 @@ def run_local(
 ) -> int:
     """Run `python ARGUMENTS` in `nproc` processes of this machine, with torch's variables in their environment.
 
-    The launcher passes signals on to the processes, and kills processes that have not ended after `STOP_TIMEOUT` or
-    `END_TIMEOUT` seconds. Each process computes with cores / nproc threads unless OMP_NUM_THREADS is set.
+    This process is the launcher. It passes signals on to the processes, and kills processes that have not ended after
+    `STOP_TIMEOUT` or `END_TIMEOUT` seconds. Each process has cores / nproc threads unless `OMP_NUM_THREADS` is set.
 
     Args:
-        arguments: the arguments of the interpreter, such as `-m esmshard finetune recipe.yaml`.
+        arguments: the arguments of the Python interpreter, such as `-m esmshard finetune recipe.yaml`.
         nproc: the number of processes to start.
         max_restarts: the maximum number of restarts. All processes are restarted if a signal ended a process, or its
             exit code is 70 (crashed) or 69 (lost another process). A user's mistake or a request to stop never causes
             a restart.
-        is_enough: a function that is called while the processes run. When it returns True, they get SIGTERM.
+        is_enough: a function that is called while the processes run. When it returns True, the processes get SIGTERM.
 
     Returns:
-        0 if all processes succeeded; 75 if processes saved and ended, or got SIGTERM before they began; otherwise the
-        exit code of the process that failed first. The code is 128 + N if signal N ended this process or the launcher.
+        The exit code of the launcher: 0 if all processes succeeded; 75 if processes saved and ended, or got SIGTERM
+        before they began; 1 if processes that had to save were killed; 128 + N if signal N ended the run or a process.
+        Otherwise the exit code of a failed process, a user's mistake before a crash.
     """
     shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
     shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_limits.cores() // nproc))}
@@ -189,7 +194,7 @@ def run_local(
                 break
             ranks = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), _RESTARTS: str(restarts)}
             processes = []
-            for rank in range(nproc):  # each has a separate process group, so only the launcher gets Ctrl-C
+            for rank in range(nproc):  # each process has a separate process group, so only the launcher gets Ctrl-C
                 ranks |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 command, variables = [sys.executable, *arguments], {**os.environ, **shared, **place, **ranks}
                 processes.append(Popen(command, env=variables, start_new_session=True))  # noqa: S603
@@ -204,15 +209,15 @@ def run_local(
 
 
 def _store() -> tuple[Any, dict[str, str]]:
-    """Make the store through which processes connect, on the loopback interface. Return it and its variables.
+    """Make the key-value store through which the processes connect. Return the store, and the environment variables
+    with which a process finds the store.
 
-    The launcher holds the store, so that ranks can find the cause of an error even after the end of rank 0. By default,
-    the store would listen on all addresses. This is dangerous, because torch pickles values in the store, so anyone who
-    connects could run code.
+    The launcher holds the store, so that ranks can find the cause of an error even after the end of rank 0. The store
+    listens only on the loopback interface: torch pickles values in the store, so anyone who connects could run code.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # see the first lines of this file
 
-    try:  # torch looks up the name of an address. For 127.0.0.1 it may wait for a name server that does not answer.
+    try:  # torch looks up the host name of an address. For 127.0.0.1, torch may wait for a silent name server.
         listener = socket.create_server(("::1", 0), family=socket.AF_INET6, backlog=1024)
     except OSError:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -227,11 +232,11 @@ def _store() -> tuple[Any, dict[str, str]]:
 def _watch(
     processes: "Sequence[Popen[bytes]]", signals: list[int], is_enough: Callable[[], bool]
 ) -> tuple[dict[int, int], int]:
-    """Pass signals on until all processes have ended, and kill processes that do not end in time.
+    """Pass signals on to the processes until all have ended, and kill processes that do not end in time.
 
     Returns:
-        The exit codes by rank, in the order in which the processes ended, with -N for a process that signal N ended;
-        and the number of killed processes.
+        The exit codes by rank, in the order in which the processes ended, and the number of killed processes. A process
+        that signal N ended has the exit code -N; killed processes have no entry.
     """
     ends: dict[int, int] = {}
     passed_on, stop_by = 0, math.inf
@@ -239,7 +244,7 @@ def _watch(
         codes = {rank: process.poll() for rank, process in enumerate(processes)}
         ends |= {rank: code for rank, code in codes.items() if code is not None and rank not in ends}
         has_left = any(_has_left(code, signals) for code in ends.values())
-        if not signals and (has_left or is_enough()):  # without a process that has ended, no other can go on
+        if not signals and (has_left or is_enough()):  # if one process has left, the other processes cannot go on
             signals.append(signal.SIGTERM)
         if len(ends) == len(processes):
             return ends, 0
@@ -268,14 +273,14 @@ def _watch(
 
 
 def _has_left(code: int, signals: Sequence[int]) -> bool:
-    """Return whether a process saved and ended, or a signal ended it before it had a signal handler."""
+    """Return whether an exit code says that a process saved and ended, or that a signal ended it at its very start."""
     return code == ExitCode.REQUEUE or (-code in TO_SAVE and -code in signals)
 
 
 def _verdict(
     ends: Mapping[int, int], killed: int, signals: Sequence[int], place_of: Callable[[int], str]
 ) -> tuple[int, str, bool]:
-    """Return the exit code of the launcher, a reason if no process has printed one, and whether to restart."""
+    """Return the exit code of the launcher, a reason if no process has printed one, and whether a restart may help."""
     has_left = any(_has_left(code, signals) for code in ends.values())
     failed = [(rank, code) for rank, code in ends.items() if code and not _has_left(code, signals)]
     failed = [(rank, code) for rank, code in failed if not (has_left and code == ExitCode.LOST)]
@@ -297,12 +302,12 @@ def _verdict(
 
 
 def prefix(restarts: int, start: int) -> str:
-    """Return the prefix of the keys of a process group in the store. The store may also have keys of earlier groups."""
+    """Return the prefix for the keys of a process group in the key-value store. Earlier groups have other prefixes."""
     return f"esmshard/{restarts}/{start}"
 
 
 def _place(store: Any, restarts: int, rank: int) -> str:
-    """Describe the last step and phase that a rank wrote to the store (`esmshard.parallel.watch`)."""
+    """Return words for the last step and phase that a rank wrote to the store (see `esmshard.parallel.watch`)."""
     key = f"{prefix(restarts, 0)}/note/{rank}"
     if not store.check([key]):
         return ""
@@ -311,13 +316,14 @@ def _place(store: Any, restarts: int, rank: int) -> str:
 
 
 def _code_of(signals: Sequence[int]) -> int:
-    """Return the exit code after signals: 128 + N if signal N ends a run without saving, otherwise 75."""
+    """Return the launcher's exit code after signals: 128 + N if signal N ends a run without saving, otherwise 75."""
     return next((128 + number for number in signals if number in TO_END), ExitCode.REQUEUE)
 
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """Yield a list to which each signal to this process is added. Ignored signals stay ignored, as `nohup` requires.
+    """Yield a list. A signal handler appends the number of each signal that this process receives. Signals that the
+    process already ignores stay ignored, as the command `nohup` requires.
 
     Outside the main thread, Python allows no signal handlers, so the list stays empty.
     """

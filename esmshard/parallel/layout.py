@@ -1,7 +1,7 @@
-"""`Layout`, which says how a model is divided over processes. This module does not import torch.
+"""The class `Layout`, which says how a model is divided over processes. This module does not import torch.
 
-A `Layout` follows from the recipe section `parallel`. `shard` divides a model with it, and the planner reads it.
-Strategies have the names of FSDP.
+The function `layout` makes a `Layout` from the recipe section `parallel`. The function `shard` divides a model as a
+`Layout` says, and the planner estimates memory and time from a `Layout`. The strategies have the names of FSDP.
 """
 
 from collections import Counter
@@ -19,13 +19,14 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int, int]]:
     """Return how many matrix products of a layer selective checkpointing keeps, by shape (inputs, outputs on a rank).
 
-    It keeps the products of q, k, v, `out` and fc1. It does not keep fc2, because no gradient needs this product, and
-    products of a LoRA, because they take almost no time. With tensor parallelism, `out` is not kept either: each rank
-    has one summand for all tokens, which is as large as fc1. fc2 is the last product of a layer. So even if fc1 and fc2
-    have the same shape, the first products of this shape are those to keep.
+    Checkpointing keeps the products with the matrices q, k, v, `out` and fc1. It does not keep the product with fc2,
+    because no gradient needs this product. It does not keep products of a LoRA, because they take almost no time. With
+    tensor parallelism, the product with `out` is not kept either: each rank has one summand for all tokens, as large as
+    the product with fc1. fc2 is the last product of a layer. So if fc1 and fc2 have the same shape, the first products
+    of this shape are kept.
 
     Args:
-        matrices: the matrices of the model, `ModelConfig.matrices`.
+        matrices: the matrices of one layer, `ModelConfig.matrices`.
         tensor: the number of ranks that compute a layer together.
     """
     left_out = ("fc2",) if tensor == 1 else ("out", "fc2")
@@ -34,28 +35,29 @@ def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int,
 
 STRATEGIES: dict[str, Literal["one", "one a group", "one a rank"]] = {
     "full_shard": "one",  # ZeRO 3
-    "shard_grad_op": "one",  # ZeRO 2: a layer's gathered weights stay until its backward pass
+    "shard_grad_op": "one",  # ZeRO 2: a layer's gathered weights stay in memory until its backward pass
     "hybrid_shard": "one a group",  # ZeRO 3 with MiCS
-    # ZeRO 0. Weights are freed here too: gathering them from the rank itself costs a copy and no communication.
+    # ZeRO 0. A layer's weights are freed here too: to gather them again costs a copy, but no communication.
     "no_shard": "one a rank",
 }
-"""For each strategy, how many copies of weights, gradients and optimizer state exist on all ranks together."""
+"""For each strategy, how many copies of weights, gradients and optimizer state exist on all ranks together: one copy,
+one copy for each group of ranks, or one copy for each rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
-    """How a model is divided over `world_size` ranks. By default there is one process, in fp32."""
+    """Says how a model is divided over `world_size` ranks (processes). By default, one process computes in fp32."""
 
     strategy: str = "full_shard"
-    """A key of `STRATEGIES`."""
+    """The name of the strategy, which is a key of the dictionary `STRATEGIES`."""
     world_size: int = 1
     tensor: int = 1
     """The number of neighbouring ranks that compute each layer together (`esmshard.parallel.tensor_parallel`)."""
     context: int = 1
-    """The number of neighbouring ranks that divide the tokens of each pack (`esmshard.parallel.context_parallel`)."""
+    """The number of neighbouring ranks that divide the tokens of each batch (`esmshard.parallel.context_parallel`)."""
     group: int = 0
-    """The number of ranks over which FSDP shards one copy of the model. Only `hybrid_shard` needs a value; otherwise it
-    follows from the strategy. With `tensor` N, a group has every N-th rank, and FSDP shards each rank's parts.
+    """The number of ranks over which FSDP shards one copy of the model. Only the strategy `hybrid_shard` needs a value.
+    For other strategies, `__post_init__` sets the value. With `tensor` N, FSDP shards over every N-th rank.
     """
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
@@ -65,7 +67,7 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Set `group`. Raises `UsageError` for an unknown strategy, or if `group` does not fit the strategy."""
+        """Set the field `group`. Raises `UsageError` if the strategy is unknown, or `group` does not fit the ranks."""
         if self.strategy not in STRATEGIES:
             raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
         ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy]
@@ -79,17 +81,17 @@ class Layout:
 
     @property
     def frees_layers(self) -> bool:
-        """Whether a layer's gathered weights are freed after its forward pass. The root's weights always stay."""
+        """Whether a layer's gathered weights are freed after its forward pass. Weights outside layers always stay."""
         return self.strategy != "shard_grad_op"
 
     @property
     def sharded(self) -> bool:
-        """Whether FSDP is used. A single process uses FSDP only for `cpu_offload`."""
+        """Whether FSDP divides the model. A single process uses FSDP only for `cpu_offload`."""
         return self.world_size > 1 or self.cpu_offload
 
     @property
     def data_size(self) -> int:
-        """The number of ranks, or of groups of ranks, that compute different records."""
+        """The number of groups of ranks that compute different records. A group has `together` ranks."""
         return self.world_size // self.together
 
     @property
@@ -99,7 +101,7 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """The number of copies of the model over all ranks."""
+        """The number of copies of the whole model on all ranks together."""
         return self.world_size // self.tensor // self.group
 
 
@@ -111,11 +113,11 @@ def layout(
     Args:
         settings: the recipe section `parallel`.
         world_size: the number of all processes.
-        per_machine: the number of processes on one machine, which is the default group size of `hybrid_shard`.
-        precision: the precision of the arithmetic, because `settings.precision` may be `auto`.
+        per_machine: the number of processes on one machine. `hybrid_shard` shards each copy over them by default.
+        precision: the precision in which the model computes, because `settings.precision` may be `auto`.
 
     Raises:
-        UsageError: if settings contradict each other or do not fit the number of processes.
+        UsageError: if settings contradict each other, or do not fit the number of processes.
     """
     for key, size in (("tensor", settings.tensor), ("context", settings.context)):
         if per_machine % size:
@@ -144,8 +146,8 @@ def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) 
     Args:
         tensor: the number of ranks that compute each layer together.
         n_heads: the number of attention heads of a layer.
-        ffn_width: the width of the feed-forward part.
-        quantized: whether the matrices are stored in 4 or 8 bits.
+        ffn_width: the number of columns of the feed-forward part of a layer.
+        quantized: whether the matrices of the layers are stored in 4 or 8 bits.
     """
     for what, count in (("attention heads", n_heads), ("columns of the feed-forward part", ffn_width)):
         if count % tensor:
@@ -162,7 +164,7 @@ def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) 
 
 
 def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int:
-    """Return over how many ranks FSDP shards one copy. `hybrid_shard` needs several groups of several ranks."""
+    """Return over how many ranks FSDP shards one copy of the model. `UsageError` if the group size does not fit."""
     copies, size = STRATEGIES[settings.strategy], settings.group_size
     if copies != "one a group" or world_size == 1:
         if size is not None and copies != "one a group":

@@ -1,6 +1,6 @@
-"""Loads weights into a sharded model on the meta device: each rank reads its own rows, without communication.
+"""Loads weights into a sharded model on the meta device. Each rank reads its own rows from the file.
 
-The memory of a rank holds only its part of the model and its rows of one more tensor.
+A rank never holds the whole model in memory: it holds only its part of the model, and its rows of one more tensor.
 """
 
 import zlib
@@ -17,18 +17,18 @@ from esmshard.parallel.shard import check_ties, local, reshard, ties
 from esmshard.parallel.tensor_parallel import DIMENSION
 
 RowsOf = Callable[[str, slice], torch.Tensor]
-"""The type of a function that reads rows of a tensor by name. It must return the same values on all ranks."""
+"""The type of a function that reads rows of the tensor with a given name. All ranks must get the same values."""
 
 
 def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World) -> None:
-    """Load the weights of a model that `shard` has divided.
+    """Load the weights of a model that the function `shard` has divided.
 
     Args:
         model: the model, on the meta device.
         rows_of: a function that reads the tensors of the state dict, including buffers. Each rank reads its own rows
-            and the first row of each tensor. The ranks compare the first rows.
-        layout: the layout that `shard` got.
-        world: the ranks.
+            and the first row of each tensor. The ranks compare checksums of the first rows.
+        layout: the layout that was passed to `shard`.
+        world: the ranks of the run.
 
     Raises:
         InputError: on all ranks, if one rank cannot read a tensor, or if ranks read different weights.
@@ -46,7 +46,7 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
     doubles = {name for _, *others in shared for name in others}
-    # FSDP does not check whether ranks read the same weights. With different weights the model would be a mixture.
+    # FSDP does not check that all ranks read the same weights. Otherwise the model would be a mixture of two models.
     marks = world.gather(world.agree(lambda: fill(model, rows_of, doubles)))
     for rank, theirs in enumerate(marks):
         if differing := [name for name, mark in marks[0].items() if theirs.get(name) != mark]:
@@ -60,7 +60,9 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
 
 
 def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
-    """Load the trainable parameters and the head of a model again. Arguments and errors are as in `materialise`."""
+    """Load the trainable parameters and the head of a model again. The arguments are as in the function `materialise`.
+    Raises `InputError` on all ranks if one rank cannot read a tensor.
+    """
     reshard(model)
     learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     kept = {name for name in model.state_dict() if name not in learned and not name.startswith("head.")}
@@ -70,7 +72,7 @@ def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
 
 @torch.no_grad()
 def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int]:
-    """Copy into the model all tensors except `left_out`. Return a checksum of the first row of each tensor, by name."""
+    """Copy all tensors except `left_out` into the model. Return a checksum of each tensor's first row, by name."""
     marks: dict[str, int] = {}
     for name, target in model.state_dict().items():
         if name in left_out:
@@ -78,7 +80,7 @@ def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int
         first = rows_of(name, slice(0, 1)).float().contiguous()
         marks[name] = zlib.crc32(first.view(torch.uint8).numpy().data)
         (rows, columns), part = own_part(target), local(target)
-        if part.numel():  # the last ranks have no rows of a tensor with few rows
+        if part.numel():  # if a tensor has few rows, the last ranks have no row of this tensor
             values = rows_of(name, rows)
             values = values if columns is None else values[:, columns]
             assert values.shape == part.shape, f"{name}: {list(values.shape)} for {list(part.shape)}"
@@ -87,11 +89,11 @@ def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int
 
 
 def own_part(tensor: torch.Tensor) -> tuple[slice, slice | None]:
-    """Return which rows and which columns of a whole tensor this rank has; None for all columns.
+    """Return two slices: which rows and which columns of a whole tensor this rank holds. None stands for all columns.
 
-    FSDP2 divides the first dimension like `torch.chunk`: into equal parts, of which the last may be shorter or empty.
-    33 rows on four ranks become 9, 9, 9 and 6. Tensor parallelism, the last dimension of the mesh, divides first. FSDP
-    then divides the rows of each part.
+    FSDP2 divides the rows like `torch.chunk`: into equal parts, but the last parts may be shorter or empty. So 33 rows
+    on four ranks become 9, 9, 9 and 6 rows. Tensor parallelism divides rows or columns first. FSDP then divides
+    the rows of each part.
     """
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor)), None
@@ -112,7 +114,7 @@ def own_part(tensor: torch.Tensor) -> tuple[slice, slice | None]:
 
 
 def _chunk(whole: slice, parts: int, part: int) -> slice:
-    """Divide a slice into `parts` parts like `torch.chunk`, and return the part with the number `part`."""
+    """Divide a slice into `parts` slices like `torch.chunk`, and return the slice with the number `part`, from 0."""
     each = -(-(whole.stop - whole.start) // parts)
     begin = whole.start + each * part
     return slice(min(begin, whole.stop), min(begin + each, whole.stop))

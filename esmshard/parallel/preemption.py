@@ -1,9 +1,9 @@
 """Handles requests to stop a run before its end: signals of a scheduler, and the time limit of `--stop-after`.
 
 After SIGTERM or SIGUSR1, a run saves a checkpoint, ends with exit code 75, and can be continued later. The time limit
-is a SIGALRM with the same effect. All ranks must save together, so during training a rank only remembers a signal. It
-sends the signal to the other ranks with its numbers of the step, and all ranks save after the same step. Before and
-after training there is nothing to save, so a signal ends the process at once.
+is a SIGALRM with the same effect. All ranks must save together, so during training a rank only stores the signal. The
+ranks exchange the stored signals in each step, and all ranks save after the same step. Before and after training there
+is nothing to save, so a signal ends the process at once.
 """
 
 import os
@@ -19,11 +19,11 @@ from esmshard.errors import ExitCode, UsageError
 from esmshard.parallel import launch
 
 STOP_AT = "ESMSHARD_STOP_AT"
-"""The name of the environment variable with the time to stop, in seconds since 1970. Restarts do not change it."""
+"""The name of the environment variable with the time to stop, in seconds since 1970. A restart keeps this time."""
 
 LEAVE_WITHIN = 25.0
-"""How many seconds a process that has nothing to save may take to end, for example to find and name a lost rank.
-Schedulers kill processes about 30 s after SIGTERM.
+"""How many seconds a process may take to end after a signal if it has nothing to save. In this time it may still find
+and name a lost rank. Schedulers kill processes about 30 s after SIGTERM.
 """
 
 _REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGALRM": "the time limit of --stop-after"}
@@ -31,26 +31,28 @@ _SIGNALS = {int(getattr(signal, name)): words for name, words in _REASONS.items(
 
 
 class Preempted(BaseException):
-    """The run was asked to stop and can continue later. It is not an `Exception`, because it is not a failure."""
+    """Says that the run was asked to stop and can continue later. This class is not an `Exception`, because a requested
+    stop is not a failure.
+    """
 
     exit_code = ExitCode.REQUEUE
 
     def __init__(self, message: str, unsaved: int = 0) -> None:
-        """Store the message and `unsaved`: the number of a signal that arrived before training began; 0 otherwise."""
+        """Store the message and `unsaved`: the number of a signal that came before training began, otherwise 0."""
         super().__init__(message)
         self.unsaved = unsaved
 
 
 def leaving_code(unsaved: int = 0) -> int:
-    """Return the exit code of this process after `Preempted`. `unsaved` is the attribute of this exception.
+    """Return the exit code with which this process ends after the exception `Preempted`. `unsaved` is the attribute of
+    this exception.
 
     The code is 75 for a single process, and for a process of esmshard's launcher. Under torchrun the code is 0, because
-    torchrun would restart all ranks after 75; `status.json` then says that the run is preempted.
+    torchrun would restart all ranks after 75; the file `status.json` then says that the run is preempted.
 
-    srun returns the highest code of all ranks, and sends SIGTERM to all ranks when one rank fails. So rank 0, which
-    ends last, has 75, and the other ranks have 0. But before training, SIGTERM may mean that another rank has failed.
-    With 75, a scheduler would repeat this failure forever. So rank 0 then ends with 143, the code of a process that
-    SIGTERM has ended.
+    srun returns the highest code of all ranks, and sends SIGTERM to all ranks when one rank fails. So rank 0 has 75,
+    and the other ranks have 0. But before training, SIGTERM may mean that another rank has failed. With 75, a scheduler
+    would repeat this failure forever. So rank 0 then has 143, the code of a process that SIGTERM has ended.
     """
     if launch.LAUNCHER in os.environ or "RANK" not in os.environ:
         return Preempted.exit_code
@@ -60,7 +62,7 @@ def leaving_code(unsaved: int = 0) -> int:
 
 
 def reason(asked: int) -> str:
-    """Describe in words a value of `Preemption.asked`, for messages.
+    """Return the words that messages use for the signal with the number `asked`.
 
     >>> reason(int(signal.SIGTERM))
     'SIGTERM'
@@ -88,9 +90,9 @@ def seconds(duration: str) -> int:
 class Preemption:
     """A `with` block that receives requests to stop this process.
 
-    A signal raises `Preempted` at the current instruction, except inside `noted`. Python runs handlers only between two
-    instructions, so a process inside a C++ call, such as a collective with a lost rank, does not react. Therefore a
-    thread also reads each signal. If the process has not ended after `LEAVE_WITHIN` seconds, the thread ends it.
+    A signal raises `Preempted` at the current instruction, except inside the method `noted`. Python runs handlers only
+    between two instructions. So a process inside a C++ call, such as a collective with a lost rank, does not react.
+    Therefore a thread also reads each signal, and ends the process after `LEAVE_WITHIN` seconds.
 
     Outside the main thread, Python allows no signal handlers, so only the time limit has an effect.
     """
@@ -104,7 +106,7 @@ class Preemption:
         self._asked = 0
         self._noting = self._leaving = False
         self.began = False
-        """Whether training has begun."""
+        """Whether training has begun, so that there is something to save."""
         self._left = threading.Event()
         self._undo = ExitStack()
 
@@ -135,9 +137,8 @@ class Preemption:
 
     @property
     def asked(self) -> int:
-        """The number of the first signal that asked to stop, SIGALRM for the time limit; 0 without such a signal.
-
-        The ranks of a run may have different values. They must agree on one value before they act.
+        """The number of the first signal that asked this process to stop; 0 without a signal. SIGALRM stands for the
+        time limit. The ranks of a run may have different values, so the ranks must agree on a value before they act.
         """
         if not self._asked and self._stop_at is not None and time.time() >= self._stop_at:
             self._asked = int(signal.SIGALRM)
@@ -145,16 +146,16 @@ class Preemption:
 
     @property
     def unsaved(self) -> int:
-        """The value of `asked` if training has not begun, so that there is nothing to save; 0 otherwise."""
+        """The number of the signal if training has not begun, so that there is nothing to save; otherwise 0."""
         return 0 if self.began else self.asked
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A `with` block for training and saving, which signals do not interrupt. They are only stored in `asked`.
+        """A `with` block for training and saving. A signal does not interrupt the block, and is only stored in `asked`.
 
         Raises:
-            Preempted: at the begin or the end of the block, if the process was asked to stop. An error in the block is
-                raised instead.
+            Preempted: at the begin or the end of the block, if the process was asked to stop. If the block itself
+                raises an error, only this error is raised.
         """
         self._stop_if_asked()
         self._noting = self.began = True
@@ -178,7 +179,7 @@ class Preemption:
             self._stop_if_asked()
 
     def _watch(self, wakeups: int) -> None:
-        """Read signals from a pipe, in a thread. Python writes the number of each signal to the pipe at once."""
+        """Read the numbers of signals from a pipe, in a thread. Python writes each number when the signal arrives."""
         with open(wakeups, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):  # an empty result means that the other end was closed
                 asked = next((number for number in numbers if number in _SIGNALS), 0)
@@ -190,11 +191,12 @@ class Preemption:
 
 _installed: list[Preemption] = []
 _before_fork = threading.local()
-"""The attribute `mask` has the signals that this thread had blocked before its fork."""
+"""Holds, for each thread, the attribute `mask`: the signals that were already blocked when the thread began to fork.
+`_unblock` restores this mask after the fork."""
 
 
 def _block() -> None:
-    """Block the signals during a fork. Otherwise a child could write a signal into its parent's pipe."""
+    """Block the signals while a process forks. Otherwise the child could write a signal into the pipe of its parent."""
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if _installed else ())
 
 
@@ -203,7 +205,7 @@ def _unblock() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Remove the handlers in a forked child, so that signals end it. The child has nothing to save."""
+    """Remove the signal handlers in a forked child, so that a signal ends the child, which has nothing to save."""
     for preemption in _installed[::-1]:
         preemption.__exit__()
     _unblock()

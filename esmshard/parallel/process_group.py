@@ -1,4 +1,4 @@
-"""Starts and ends the process group of a run, and exchanges numbers, objects and errors between ranks."""
+"""Starts and ends torch's process group of a run, and exchanges numbers, objects and errors between the ranks."""
 
 import itertools
 import os
@@ -24,38 +24,38 @@ from esmshard.progress import say
 T = TypeVar("T")
 
 START_TIMEOUT = 1800
-"""How many seconds ranks may take to start. Loading a container image, or first reading a large model, takes long."""
+"""How many seconds all ranks may take to start and connect. To load a container image or a large model takes long."""
 
 NCCL_GRACE = 60
-"""How many seconds NCCL's time-out is longer than that of `Control.wait_for_device`, which prints a message. NCCL ends
-the process without a message."""
+"""How many seconds NCCL's time-out is longer than the time-out of the method `Control.wait_for_device`. So the method
+can print a message before NCCL ends the process without a message."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, from the view of one process. A single process needs no process group."""
+    """The ranks of a run, as seen by this process. A single process needs no process group of torch."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """A one-dimensional mesh of all ranks; None for a single process that does not use FSDP."""
+    """A one-dimensional device mesh of all ranks; None for a single process that does not use FSDP."""
     together: int = 1
     """The number of neighbouring ranks that compute the same records together (`Layout.together`)."""
     group: Any = None
-    """The process group that this class uses for numbers and objects; None for the default group."""
+    """The process group through which this class exchanges numbers and objects; None for torch's default group."""
     timeout: int = START_TIMEOUT
-    """How many seconds the collectives of this class wait for a rank."""
+    """How many seconds the collectives of this class, such as `gather`, wait for a late rank."""
     step_timeout: int = START_TIMEOUT
-    """How many seconds the collectives of training steps and of checkpoints wait for a rank."""
+    """How many seconds the collectives of training steps and of checkpoints wait for a late rank."""
     store: Any = None
     """The key-value store through which the ranks connected; None for a single process."""
 
     def patient(self, seconds: int = 7 * 86400) -> "World":
-        """Return the same ranks with a longer time-out for numbers and objects, a week by default. With it, other ranks
-        can wait while the first rank fits a regression or writes a model. All ranks must call this.
+        """Return a `World` of the same ranks, with a longer time-out for its methods (by default a week). Other ranks
+        can then wait while the first rank fits a regression or writes a model. All ranks must call this method.
         """
         if self.mesh is None:
             return self
@@ -63,12 +63,12 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The number of this rank's group, from 0. The ranks of a group compute the same records together."""
+        """The number, from 0, of this rank's group. The `together` ranks of a group compute the same records."""
         return self.rank // self.together
 
     @property
     def data_size(self) -> int:
-        """The number of groups of ranks. Each group computes different records."""
+        """The number of groups of ranks that compute different records. A group has `together` ranks."""
         return self.size // self.together
 
     @property
@@ -77,24 +77,24 @@ class World:
         return self.rank == 0
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
-        """Return the numbers of all ranks in double precision, one row for each rank. All rows have the same length."""
+        """Return the `values` of all ranks, one row for each rank. All ranks must pass the same number of values."""
         if self.mesh is None:
             return [[float(v) for v in values]]
-        # gloo on the CPU does this, even if there is NCCL, because the host reads these few numbers.
+        # gloo exchanges these few numbers on the CPU, even if there is NCCL, because the CPU reads the numbers.
         rows = [torch.empty(len(values), dtype=torch.float64) for _ in range(self.size)]
         dist.all_gather(rows, torch.tensor(values, dtype=torch.float64), group=self.group)
         return [row.tolist() for row in rows]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return the sum of each number over all ranks, in double precision."""
+        """Return, for each of the values, the sum over all ranks in double precision."""
         return [sum(column) for column in zip(*self.rows(values), strict=True)]
 
     def min(self, value: float) -> float:
-        """Return the minimum of the values of all ranks."""
+        """Return the smallest of the values that the ranks pass to this method."""
         return min(row[0] for row in self.rows([value]))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return on every rank the values of all ranks, in rank order. Values must be picklable."""
+        """Return the values that all ranks pass to this method, in rank order. The values must be picklable."""
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -102,8 +102,8 @@ class World:
         return values
 
     def gather_on_first(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on the first rank and on ranks that compute the same records.
-        On other ranks, return an empty list. Values must be picklable.
+        """Return the values of all ranks, in rank order, on the first rank and the ranks that compute its records.
+        Return an empty list on other ranks. The values must be picklable.
         """
         if self.mesh is None:
             return [value]
@@ -113,7 +113,7 @@ class World:
         return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank. If it raises an `InputError` on any rank, all ranks raise one such error."""
+        """Call a function on every rank, and return its result. All ranks raise the first `InputError` of any rank."""
         result, error = None, None
         try:
             result = function()
@@ -127,7 +127,7 @@ class World:
         return cast(T, result)
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """Call a function on the first rank only. All ranks return its result, or raise its `InputError`."""
+        """Call a function on the first rank only. All ranks return the function's result, or raise its `InputError`."""
         result = self.agree(lambda: function() if self.is_first else None)
         return cast(T, self.gather(result)[0])
 
@@ -140,18 +140,19 @@ def world(
     alone_too: bool = False,
     wanted: DeviceName = None,
 ) -> Iterator[World]:
-    """Join the process group of the processes that a launcher started, and leave it at the end of the block.
+    """A `with` block that joins the processes that a launcher started, and leaves their process group at its end.
 
     The launcher is torchrun, `accelerate launch`, srun or esmshard's launcher. Without a launcher, there is one rank.
 
     Args:
         start_timeout: how many seconds the ranks may take to connect.
-        step_timeout: how many seconds later collectives wait for a rank; `start_timeout` by default.
-        alone_too: whether to make a process group for a single process, too. `Layout.cpu_offload` needs this.
-        wanted: the name of a device; see `own_device`.
+        step_timeout: how many seconds later collectives wait for a late rank; `start_timeout` by default.
+        alone_too: whether to make a process group even for a single process, as `Layout.cpu_offload` requires.
+        wanted: the name of a device; see the function `own_device`.
 
     Raises:
-        UsageError: if some variables of a launcher are missing or unreadable, or `wanted` does not fit all processes.
+        UsageError: if environment variables of a launcher are missing or unreadable, or `wanted` does not fit.
+        InputError: if there are fewer GPUs than processes. It is a `LostProcess` if not all ranks connect in time.
     """
     os.environ.update(launch.variables())
     launch.check()
@@ -167,17 +168,17 @@ def world(
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device.type == "cuda" else 0))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if size == 1 else _meet(rank, size, start_timeout)  # type: ignore[attr-defined]
-    with launch.environment(_gloo_interface()):  # groups of the mesh begin later, and need the variable too
+    with launch.environment(_gloo_interface()):  # process groups that are made later need the variable too
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         is_lost = False
         try:
             mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
             yield World(rank, size, device, mesh, timeout=seconds, step_timeout=seconds, store=store)
         except LostProcess:
-            is_lost = True  # NCCL would wait below for the rank that is lost
+            is_lost = True  # `destroy_process_group` would wait for the lost rank
             raise
         finally:
-            if not is_lost:  # There is no barrier, because after an error the other ranks may never reach one.
+            if not is_lost:  # There is no barrier here: after an error, other ranks may never reach a barrier.
                 dist.destroy_process_group()
                 # A thread of gloo may still hold a tensor of the last collective. If the interpreter ends before this
                 # thread has freed the tensor, the thread aborts the process (SIGABRT, in one of ten short runs).
@@ -185,7 +186,7 @@ def world(
 
 
 _STARTS = itertools.count()
-"""Counts the process groups of this process. The count is part of a group's keys in the store (`launch.prefix`)."""
+"""Counts the process groups of this process. The count is part of a group's keys in the store (see `launch.prefix`)."""
 
 
 def _gloo_interface() -> dict[str, str]:
@@ -215,7 +216,9 @@ def _gloo_interface() -> dict[str, str]:
 
 
 def _meet(rank: int, size: int, seconds: int) -> Any:
-    """Connect to the store, wait for all ranks, and return the store. A launcher or rank 0 serves it."""
+    """Connect to the key-value store of a launcher or of rank 0, wait for all ranks, and return the store. Raises
+    `LostProcess` if not all ranks connect within `seconds`.
+    """
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and launch.restarts_allowed() and held:
         say(
@@ -223,7 +226,7 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
             "it the new processes may wait forever for the old ones"
         )
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
-    # If rank 0 serves the store, it is new at each start. Machines that joined later count fewer restarts.
+    # If rank 0 serves the store, the store is new at each start. Machines that joined later count fewer restarts.
     prefix = launch.prefix(launch.attempt() if held else 0, next(_STARTS))
     try:
         whole = dist.TCPStore(  # type: ignore[attr-defined]
@@ -247,12 +250,14 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
 
 
 def processes_per_machine(size: int) -> int:
-    """Return the number of processes on this machine, from the launcher's variables; without them, `size`."""
+    """Return the number of processes on this machine from a launcher's variables. Without a launcher, return `size`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched() else size
 
 
 def precision_on(device: torch.device, wanted: str, asked_by: str = "parallel.precision") -> Precision:
-    """Return the precision for `wanted`, which may be `auto`. Raises `UsageError` with `asked_by` for fp16 on a CPU."""
+    """Return the precision `wanted`; for `auto`, the best 16-bit precision of the GPU, or else fp32. For fp16 on a CPU,
+    raise a `UsageError` that names the recipe key or option `asked_by`.
+    """
     if wanted == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
@@ -262,7 +267,7 @@ def precision_on(device: torch.device, wanted: str, asked_by: str = "parallel.pr
 
 
 def processes_of(device: torch.device, nproc: int | None) -> int:
-    """Return the number of processes on this machine: `nproc`, or by default one for each GPU, or one without a GPU."""
+    """Return how many processes to start on this machine: `nproc`; by default one per GPU, or one without a GPU."""
     return nproc or (torch.cuda.device_count() if device == torch.device("cuda") else 1)
 
 
@@ -272,13 +277,13 @@ def own_device(local_rank: int, size: int, wanted: DeviceName = None) -> torch.d
     Apple's GPU has no collectives, so on Apple's machines several processes use the CPU.
 
     Args:
-        local_rank: the number of the process on its machine.
+        local_rank: the index of the process among the processes of its machine, from 0.
         size: the number of processes of the run.
-        wanted: the name that the user gave; see `chosen_device`.
+        wanted: the name of a device that the user gave; see `devices.chosen_device`.
 
     Raises:
         UsageError: if this machine does not have the device, or if several processes would share a single GPU.
-        InputError: if the machine has fewer GPUs than processes, so this process has none.
+        InputError: if the machine has fewer GPUs than processes, so this process has no GPU.
     """
     device = chosen_device(wanted)
     if size > 1 and wanted is not None and (device.index is not None or device.type == "mps"):

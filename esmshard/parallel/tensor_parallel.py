@@ -1,26 +1,26 @@
 """Tensor parallelism: a few neighbouring ranks compute each layer together (Shoeybi et al. 2019, arXiv:1909.08053).
 
 The ranks of a group divide the attention heads with their projections, and the columns of the feed-forward part. For
-norms and the residual stream they divide the tokens of the pack: each rank has all D numbers of its own tokens
-(Korthikanti et al. 2022, arXiv:2205.05198). So a layer communicates four times in the forward pass:
+norms and the residual stream, they divide the tokens of the pack (a batch of whole sequences end to end): each rank has
+all D numbers of its own tokens (Korthikanti et al. 2022, arXiv:2205.05198). So a layer communicates four times in the
+forward pass:
 
     norm of own tokens -> gather tokens -> own heads    -> sum over ranks, scatter tokens -> add to own tokens
     norm of own tokens -> gather tokens -> own columns  -> sum over ranks, scatter tokens -> add to own tokens
 
 In the backward pass, each gather becomes a sum and scatter, and each sum and scatter becomes a gather. Every rank
 computes embedding, last norm, LM head and task head for all tokens, so tasks do not depend on tensor parallelism. FSDP
-also shards the parameters of these modules over the group, and sums their gradients: each rank has the gradient of the
+also shards the parameters of these modules over the ranks, and sums their gradients. Each rank has the gradient of the
 embedding for its own tokens, and 1/N of the gradients of the outputs. `context_parallel` divides tokens the same way.
 
-Parameters of layers are DTensors over the mesh dimension `tensor`. FSDP then shards them over the other dimensions. So
-names, shapes and checkpoints are the same as in one process. A layer computes with this rank's parts as plain tensors
-(`torch.func.functional_call`).
+Parameters of layers are DTensors over the mesh dimension `tensor`. FSDP then shards these parameters over the other
+dimensions. So names, shapes and checkpoints are the same as in one process. A layer computes with this rank's parts as
+plain tensors (`torch.func.functional_call`).
 
-torch's own styles for `parallelize_module` make DTensors of activations with `DTensor.from_local`, which needs equally
-long parts. But packs have any number of tokens, and five tokens on two ranks raise an error (torch 2.13,
-`SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` over the tokens). Here `DTensor.redistribute` does all
-communication and computes its gradients. `esmshard.batch` explains the letters of tensor names; R is the number of this
-rank's tokens.
+torch's own `parallelize_module` (styles `SequenceParallel`, `ColwiseParallel` and `RowwiseParallel`, torch 2.13) needs
+parts with equal numbers of tokens: five tokens on two ranks raise an error. But packs have any number of tokens. Here
+`DTensor.redistribute` does all communication and computes its gradients. `esmshard.batch` explains the letters of
+tensor names; R is the number of this rank's tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -40,34 +40,35 @@ from esmshard.model.trunk import Pack, Trunk
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
-"""The type of a function that takes a `forward` and returns a changed `forward`."""
+"""The type of a function that takes the `forward` method of a module and returns a changed `forward`."""
 DIMENSION = "tensor"
-"""The name of the mesh dimension over which layers are divided. It is the last, so ranks of a group are neighbours."""
+"""The name of the dimension of the device mesh over which layers are divided. This is the last dimension, so the ranks
+that divide a layer are neighbours."""
 SMALL = 2**20
-"""Gradients of parameters up to this size, in numbers, are joined to one tensor before the sum over ranks."""
+"""The maximum size of a small parameter, in numbers. One collective sums the gradients of all small parameters."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
-"""The norms of a block after which the tokens of all ranks are gathered."""
+"""The names of the norm modules in a block after which each rank gathers the tokens of all ranks."""
 
 
 class Rows(Pack):
-    """The collectives over the tokens of a pack, among the ranks of one group.
+    """The collectives for the tokens of a pack (a batch), among the ranks that compute layers together.
 
-    The gradients of `all`, `all_heads` and `sum_of_parts` are summed over the ranks. This is right, because each rank
-    computes only a part of the later results, or has 1/N of the gradient of a result that all N ranks compute.
+    The backward passes of `all`, `all_heads` and `sum_of_parts` sum gradients over the ranks. This is right, because
+    each rank computes a part of the later results, or has 1/N of the gradient of a result that all N ranks compute.
 
     Args:
-        mesh: a one-dimensional mesh of the ranks of the group.
+        mesh: a one-dimensional mesh of these ranks.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.size, self.rank = mesh.size(), mesh.get_local_rank()
         self.tokens = 0
-        """The number T of tokens of the current pack."""
+        """The number of tokens of the current pack on all ranks together (T)."""
 
     @property
     def place(self) -> slice:
-        """The indices of this rank's tokens in the pack. Ranks divide the tokens like `torch.chunk`."""
+        """The indices of this rank's tokens in the pack. The ranks divide the tokens of a pack like `torch.chunk`."""
         each = -(-self.tokens // self.size)
         return slice(min(each * self.rank, self.tokens), min(each * (self.rank + 1), self.tokens))
 
@@ -77,21 +78,21 @@ class Rows(Pack):
         return x_TD[self.place].clone()  # a view would keep the tokens of all ranks in memory
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Gather the rows of all ranks' tokens, [T, D]."""
+        """Gather the rows [R, D] of each rank's tokens, and return the rows [T, D] of all tokens."""
         shape = torch.Size((self.tokens, x_RD.shape[1]))
         whole = DTensor.from_local(x_RD, self.mesh, [Shard(0)], run_check=False, shape=shape, stride=(x_RD.shape[1], 1))
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def summed(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Sum the tensors [T, D] of all ranks, and return the rows [R, D] of this rank's tokens."""
+        """Sum the tensors [T, D] of all ranks, and return the rows [R, D] of the sum for this rank's tokens."""
         return self._changed(y_TD, Partial(), Shard(0)).to_local()
 
     def sum_of_parts(self, y_T1: torch.Tensor) -> torch.Tensor:
-        """Sum the tensors of all ranks, and return the sum on every rank."""
+        """Sum the tensors [T, 1] of all ranks, and return the sum on every rank."""
         return self._changed(y_T1, Partial(), Replicate()).to_local(grad_placements=[Partial()])
 
     def all_heads(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Gather the queries or keys of all heads, [T, H, K], from the ranks' own heads."""
+        """Return the queries or keys of all heads, [T, H, K]. The argument `q_THK` holds only this rank's heads."""
         return self._changed(q_THK, Shard(1), Replicate()).to_local(grad_placements=[Partial()])
 
     def _changed(self, x: torch.Tensor, before: Placement, after: Placement) -> DTensor:
@@ -99,16 +100,16 @@ class Rows(Pack):
 
 
 def trunk_of(model: nn.Module) -> Trunk:
-    """Return the trunk in a model. The model may itself be a trunk."""
+    """Return the `Trunk` (the language model) that a model contains. The model may itself be a `Trunk`."""
     return next(module for module in model.modules() if isinstance(module, Trunk))
 
 
 def divide_tokens(model: nn.Module, rows: Rows) -> None:
-    """Change a model in place, so that blocks compute this rank's tokens, and all other modules compute all tokens."""
+    """Change a model in place, so that its blocks compute this rank's tokens, and other modules compute all tokens."""
     trunk_of(model).pack = rows
 
     def count(_module: nn.Module, _given: object, outputs: Any) -> None:
-        """Divide the gradients of the outputs by N, because each of N ranks computes all outputs."""
+        """Divide the gradients of the model's outputs by N, because each of N ranks computes all outputs."""
         for output in outputs if isinstance(outputs, list) else ():
             if output.requires_grad:
                 output.register_hook(lambda gradient: gradient / rows.size)
@@ -117,18 +118,17 @@ def divide_tokens(model: nn.Module, rows: Rows) -> None:
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
-    """Divide the layers of a model over the ranks of `mesh`, in place. The next step is `fully_shard`.
+    """Divide the layers of a model over the ranks of `mesh`, in place. Call this before torch's `fully_shard`.
 
     Every parameter of a layer becomes a DTensor over `mesh`. Matrices in `ModelConfig.matrices` are divided, and most
     other parameters are whole on each rank. Parameters outside the layers do not change.
 
     Args:
-        model: a trunk or a module that contains a trunk, preferably on the meta device. Call `layout.check_tensor`
-            first.
-        mesh: the dimension `tensor` of the mesh.
+        model: a `Trunk` or a module that contains one, preferably on the meta device, after `layout.check_tensor`.
+        mesh: the dimension `tensor` of the device mesh.
 
     Returns:
-        For each layer, a function that wraps its `forward`. The layer then computes with this rank's parts.
+        For each layer, a function that changes the layer's `forward`, so that it computes with this rank's parts.
     """
     trunk, rows = trunk_of(model), Rows(mesh)
     divide_tokens(model, rows)
@@ -138,10 +138,10 @@ def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
 def computing_with(
     module: nn.Module, tensors_of: Callable[[dict[str, nn.Parameter]], Mapping[str, torch.Tensor]], forward: Forward
 ) -> Forward:
-    """Return a function like `forward` of a module that computes with other tensors instead of the parameters.
+    """Return a function like the module's `forward` that computes with other tensors instead of the parameters.
 
-    `tensors_of` gets the parameters by name and returns these tensors by name. Parameters that it omits are used as
-    they are.
+    The function `tensors_of` gets the parameters by name, and returns the other tensors by name. A parameter without
+    another tensor is used itself.
     """
     callee = nn.Module()  # `functional_call` calls a module, and `module` itself would call this function again
     callee.module, callee.forward = module, forward  # type: ignore[method-assign]
@@ -181,7 +181,7 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement | None) -> None:
-    """Replace the weight and the bias of one module by DTensors. With `bias` None, the bias is whole on each rank."""
+    """Replace the weight and the bias of one module by DTensors. If `bias` is None, each rank has the whole bias."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = weight if name == "weight" else bias or Replicate()
         whole = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
@@ -191,8 +191,8 @@ def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placeme
 def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Return this rank's parts of the parameters of a layer as plain tensors, by name.
 
-    If a parameter is whole on each rank, each rank computes a part of its gradient, and the parts are summed. A layer
-    has six such norms and biases, and six such matrices of LoRA. One collective sums all their gradients.
+    If each rank has a whole parameter, each rank computes a part of the gradient, and the parts are summed. A layer has
+    six such norms and biases, and six such LoRA matrices. One collective sums the gradients of all small parameters.
 
     Args:
         zero: the names of biases that this rank sets to zero, because only the first rank adds them to a sum.
@@ -213,12 +213,12 @@ def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) ->
 
 
 def _gradient_summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
-    """Return `x`. In the backward pass, the gradient becomes the sum of all ranks' gradients."""
+    """Return the values of `x`. In the backward pass, the gradient becomes the sum of all ranks' gradients."""
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
 class _AttentionOfOwnHeads(PackedAttention):
-    """Attention of this rank's heads."""
+    """Computes the attention of this rank's heads, for all tokens."""
 
     def __init__(self, rows: Rows) -> None:
         super().__init__()
@@ -226,9 +226,9 @@ class _AttentionOfOwnHeads(PackedAttention):
 
 
 class NormOfWidth(nn.LayerNorm):
-    """LayerNorm over the width of the model, of which each rank has only the part of its own heads.
+    """A LayerNorm over the width D of the model. Each rank has only the columns that belong to its attention heads.
 
-    The ranks exchange two numbers for each token: a sum, and then a sum of squares. Gathering the vectors would send D.
+    For each token, the ranks exchange two numbers: a sum, and then a sum of squares. A gather would send D numbers.
     """
 
     def __init__(self, norm: nn.LayerNorm, rows: Rows) -> None:
@@ -236,7 +236,7 @@ class NormOfWidth(nn.LayerNorm):
         self.weight, self.rows = norm.weight, rows
 
     def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Map y [T, D / N] to the same shape, in fp32 or fp64."""
+        """Return the normalised y, in the same shape [T, D / N], in fp32 or fp64."""
         with torch.autocast(y_TD.device.type, enabled=False):
             width = y_TD.shape[1] * self.rows.size
             dtype = torch.promote_types(y_TD.dtype, torch.float32)

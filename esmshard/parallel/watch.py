@@ -1,12 +1,12 @@
 """Watches the ranks of a run: finds lost and stuck ranks, measures each step, and records profiles.
 
-If a rank is lost, the other ranks wait in a collective. Its error says at best that a connection was lost. So each rank
-writes a note to the store of the run every second: a count, its step and its phase. A rank also writes its errors. A
-rank whose count has stopped is gone or suspended. A rank is stuck if its count goes on and it reports no error, while
-the collectives of other ranks time out. The message names the rank, its host, its last step and its last phase.
+If a rank is lost, the other ranks wait in a collective. The collective's error says at best that a connection was lost.
+So each rank writes a short status (a "note") to the key-value store every second: a count, its step and its phase. A
+rank also writes its errors. A rank whose count has stopped is gone or suspended. A rank is stuck if its count goes on
+without an error, while collectives of other ranks time out. The message names the rank, its host, last step and phase.
 
-Each step has one small collective for losses and norms. It also sends `Watch.numbers`, so watching needs no further
-collective. `Watch.report` returns a line for metrics.jsonl (docs/watching.md) and messages to print.
+Each step has one small collective for losses and norms. This collective also sends `Watch.numbers`, so watching needs
+no further collective. `Watch.report` returns a line for metrics.jsonl (docs/watching.md) and messages to print.
 """
 
 import json
@@ -37,46 +37,46 @@ from esmshard.parallel.process_group import World
 T = TypeVar("T")
 
 BEAT = 1.0
-"""How many seconds pass between two notes of a rank. A thread sends the notes, because notes of the main thread in each
+"""How many seconds pass between two status notes of a rank. A thread sends the notes. Notes of the main thread in each
 phase of each step took 3% of a small model's time.
 """
 ROLL_CALL = 10.0
-"""How many seconds a rank has to report its error or to send another note, before it counts as silent or stuck."""
+"""How many seconds a rank may take to report its error or to send another note, before it counts as silent or stuck."""
 STORE_SILENCE = 40.0
-"""After how many seconds without an answer the store counts as gone. If its machine has lost the network, the
-connection stays open.
+"""After how many seconds without an answer the key-value store counts as gone. If the machine of the store loses
+its network, the connection stays open.
 """
 WINDOW = 20
-"""Over how many steps a rank's typical wait for data is measured before a message may name this rank."""
+"""The number of steps over which a rank's median wait for data is measured, before a message may call the rank slow."""
 LEAST = 0.03
-"""The minimum wait in seconds that makes a rank slow. Random delays of a machine are shorter."""
+"""How many seconds longer than other ranks a rank must wait for data to count as slow. Random delays are shorter."""
 LISTED = 64
-"""The maximum number of ranks for which metrics.jsonl lists the values of every rank."""
+"""With at most this number of ranks, metrics.jsonl lists the values of each rank."""
 
 WARM_UP = 2
-"""How many steps run before the first recorded step. Profiler and allocator start in these steps."""
+"""How many steps run before the first step in a profile. The profiler and the allocator start in these steps."""
 OPERATIONS = 15
-"""How many operations the table of a profile lists."""
+"""The number of rows in the table of operations that a profile returns."""
 
 _LOST = re.compile(r"gloo|nccl|timed out|timeout|connection (closed|reset|refused)|broken pipe|aborted", re.IGNORECASE)
 
 
 class Stuck(RuntimeError):
-    """The device did not finish its work within the time-out, or another rank has reported an error."""
+    """Says that the GPU did not finish its work within the time-out, or that another rank has lost a connection."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether another rank may have caused an error. For gloo's plain RuntimeErrors, the text decides."""
+    """Return whether a lost rank may have caused this error. For a plain RuntimeError, the words of its text decide."""
     return isinstance(error, (Stuck, dist.DistError)) or (
         isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
     )
 
 
 def recorder_settings(dumps: Path) -> dict[str, str]:
-    """Return environment variables that make torch record the last collectives, and write them to files at a time-out.
+    """Return environment variables for torch. They make torch record the last collectives of each rank. If a collective
+    times out, torch writes the records to the files `rank_0`, `rank_1`, ... in the directory `dumps`.
 
-    torch reads the variables when the process group is created. The names are valid from torch 2.9 on. The paths of the
-    files are `dumps/rank_` and the number of the rank.
+    torch reads the variables when the process group is created. The names are valid from torch 2.9 on.
     """
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -86,15 +86,15 @@ def recorder_settings(dumps: Path) -> dict[str, str]:
 
 
 class Control:
-    """Sends the notes of this rank, and finds lost ranks. In a single process it does nothing.
+    """Sends the status of this rank every second, and finds lost ranks. In a single process, a `Control` does nothing.
 
     Put `with Control(...) as control:` around all code in which a rank can get stuck. If a connection is lost or a
     collective times out, the block raises a `LostProcess` that names the lost rank, or the error of the rank that
-    ended. Other errors are raised unchanged, and all other ranks report the error with the name of this rank.
+    ended. Other errors are raised unchanged, and all other ranks report the error with the number of this rank.
 
     Args:
-        world: all ranks. Each rank must create a `Control`.
-        dumps: the directory for files about NCCL's last collectives (`recorder_settings`). It is created if necessary.
+        world: all ranks of the run. Each rank must create a `Control`.
+        dumps: the directory for files about NCCL's last collectives (see `recorder_settings`), created for GPUs.
     """
 
     def __init__(self, world: World, dumps: Path) -> None:
@@ -137,7 +137,7 @@ class Control:
         return str(self._store.get(f"host/{rank}").decode()) if self._store is not None else socket.gethostname()
 
     def note(self, phase: str, step: int | None = None) -> None:
-        """Set the phase of this rank, such as `validating`, and the step, counted from 1. None keeps the step."""
+        """Set the phase that this rank reports, such as `validating`, and the step, from 1. None keeps the step."""
         self._place = (self._place[0] if step is None else step, phase)
 
     def _keep_sending(self) -> None:
@@ -151,10 +151,10 @@ class Control:
             self._left.wait(BEAT)
 
     def wait_for_device(self) -> None:
-        """Wait for the GPU. Raises `Stuck` after the time-out, or if another rank has reported an error.
+        """Wait until the GPU has finished. Raises `Stuck` after the time-out, or if another rank has lost a connection.
 
-        Collectives on a GPU return at once. The next read of a GPU number waits for them, with no time-out before NCCL
-        ends the process.
+        A collective on a GPU returns at once. The next read of a number from the GPU waits for the collective, and only
+        NCCL ends this wait, by ending the process.
         """
         if self._store is None or self._world.device.type != "cuda":
             return
@@ -175,7 +175,7 @@ class Control:
         self._store.set(f"end/{self._world.rank}", json.dumps([code, words]))
 
     def _verdict(self, words: str) -> BaseException:
-        """Return this rank's error. All surviving ranks have the same message, and only one rank prints it."""
+        """Return the error that this rank raises. All surviving ranks have the same message, and one rank prints it."""
         rank, answer = self._world.rank, Future[tuple[int, str, int]]()
 
         def ask() -> None:
@@ -184,8 +184,8 @@ class Control:
             except dist.DistError as error:
                 answer.set_exception(error)
 
-        # A request to the store of a stopped process may never end, whatever the time-out. The thread is then abandoned
-        # after `STORE_SILENCE`.
+        # If the process with the store is stopped, a request to the store may never end, whatever the time-out. This
+        # rank then abandons the thread after `STORE_SILENCE` seconds.
         threading.Thread(target=ask, name="roll-call", daemon=True).start()
         try:
             code, sentence, speaker = answer.result(STORE_SILENCE)
@@ -207,7 +207,10 @@ class Control:
         return error
 
     def _roll_call(self, words: str) -> tuple[int, str, int]:
-        """Return the exit code, the message, and the rank that prints it. The first rank with an error decides them."""
+        """Return the exit code, the message, and the rank that prints the message.
+
+        The first rank with a result writes the result to the key-value store, and the other ranks return this result.
+        """
         ranks = range(self._world.size)
         self._store.set("call", "")
         self._report(ExitCode.LOST, "")
@@ -219,7 +222,7 @@ class Control:
         ends = {rank: json.loads(self._store.get(f"end/{rank}")) for rank in ranks if rank not in missing}
         causes = {rank: (code, why) for rank, (code, why) in ends.items() if why}
         silent = [rank for rank in missing if self._noted(rank) == before[rank]]
-        # A user's mistake is more important than a request to stop, which is more important than a crash.
+        # The most important cause is a user's mistake, then a request to stop, then a crash.
         order, codes = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.REQUEUE), [code for code, _ in causes.values()]
         code = next((code for code in order if code in codes), ExitCode.LOST)
         waited = f"the others waited {self._world.timeout} s for it; " if "timed out" in words.lower() else ""
@@ -249,7 +252,7 @@ class Control:
         return f"{', '.join(names)}{more} {verb} {_at(self._noted(ranks[0])[1:])}"
 
     def _noted(self, rank: int) -> tuple[int, int, str]:
-        """Return the count, the step and the phase of a rank's last note."""
+        """Return the count, the step and the phase that a rank last wrote to the key-value store."""
         if not self._store.check([f"note/{rank}"]):
             return -1, 0, "not even started"
         count, step, phase = json.loads(self._store.get(f"note/{rank}"))
@@ -262,16 +265,16 @@ def _at(place: tuple[int, str]) -> str:
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:
-    """Check which records each rank would train on in the first step. With wrong records the loss would fall, too, so
-    nobody would notice.
+    """Check that the ranks have different records in the first training step, or the same records if the ranks compute
+    layers together. With wrong records the loss would fall, too, so nobody would notice.
 
     Args:
-        world: all ranks.
-        digests: a function that reads this rank's records of the first step, and returns their ids by digest.
+        world: all ranks of the run.
+        digests: a function that reads this rank's records of the first step, and returns the record ids by digest.
 
     Raises:
-        InputError: on all ranks, if two ranks have the same record, or if ranks that compute layers together have
-            different records.
+        InputError: on all ranks, if a rank cannot read its records, if two ranks have the same record, or if ranks that
+            compute layers together have different records.
     """
     owners: dict[bytes, int] = {}
     shares = world.gather(world.agree(digests))
@@ -293,29 +296,31 @@ def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) 
 
 
 class Numbers(NamedTuple):
-    """The measurements of one rank in a step. NaN stands for a value that the device does not report."""
+    """The measurements of one rank in one training step. NaN stands for a value that is not known."""
 
     residues: float
     ideal_s: float
-    """How many seconds the device would need at its peak FLOP/s for the FLOPs of the model."""
+    """How many seconds the device would need for the FLOPs of the model in this step, at its peak FLOP/s."""
     gradients_s: float
-    """How many seconds passed from the beginning of the step until all gradients existed."""
+    """How many seconds passed from the beginning of the step until this rank had computed all gradients."""
     data_wait_s: float
     peak_memory_bytes: float
-    """The maximum memory so far, in bytes: the memory allocated on the GPU; on the CPU, the memory of the process."""
+    """The maximum memory in use so far, in bytes. On a GPU this is the allocated GPU memory, on a CPU the memory of the
+    process.
+    """
     reserved_memory_bytes: float
-    """The maximum GPU memory that torch's allocator has reserved so far, in bytes."""
+    """The maximum GPU memory that torch's allocator has reserved so far, in bytes; NaN on a CPU."""
     allocation_retries: float
-    """How many times so far the allocator had to release all its free memory before an allocation succeeded."""
+    """How many times so far torch's allocator had to release all its free GPU memory to make an allocation."""
 
 
 class Watch:
-    """Measures the steps of this rank.
+    """Measures the training steps of this rank.
 
     Args:
-        world: all ranks.
-        control: gives the hosts of the ranks, and gets the phases of this rank.
-        peak: the peak FLOP/s of this device at the precision of the run; None if unknown.
+        world: all ranks of the run.
+        control: the `Control` of this rank, which knows the hosts of all ranks and reports the phase of this rank.
+        peak: the peak FLOP/s of this device at the precision of the run; None if the peak is unknown.
     """
 
     def __init__(self, world: World, control: Control, peak: float | None = None) -> None:
@@ -327,19 +332,19 @@ class Watch:
         self._full: set[int] = set()
 
     def begin_step(self, step: int, residues: int, flops: float) -> None:
-        """Begin a step. Call this right before the first batch of the step is requested.
+        """Begin to measure a training step. Call this right before the first batch of the step is requested.
 
         Args:
             step: the number of the step, counted from 1.
-            residues: the number of residues of this rank in this step, without dummy micro-batches.
-            flops: the FLOPs of the model for these residues, forward and backward, without recomputation.
+            residues: the number of residues that this rank computes in this step, without dummy micro-batches.
+            flops: the FLOPs of the model for these residues in forward and backward pass, without recomputation.
         """
         self._control.note("computing", step)
         self._residues, self._flops, self._data_wait = residues, flops, 0.0
         self._began = time.perf_counter()
 
     def data(self, batches: Iterable[T]) -> Iterator[T]:
-        """Yield the batches unchanged, and measure how long each takes to arrive."""
+        """Yield the batches unchanged, and measure how long this rank waits for each batch."""
         waiting = iter(batches)
         while True:
             self._control.note("waiting for data")
@@ -355,11 +360,11 @@ class Watch:
             yield batch
 
     def wait_for_device(self) -> None:
-        """Wait for the device before numbers of a step are read; see `Control.wait_for_device`."""
+        """Wait until the device has finished, before numbers of a step are read; see `Control.wait_for_device`."""
         self._control.wait_for_device()
 
     def numbers(self) -> list[float]:
-        """Return the fields of `Numbers` for this rank. Call this when all gradients exist."""
+        """Return the values for the fields of `Numbers` on this rank. Call this when all gradients are computed."""
         seconds = time.perf_counter() - self._began
         ideal_s = math.nan if self._peak is None else self._flops / self._peak
         self._control.note("waiting for the other ranks")
@@ -368,17 +373,17 @@ class Watch:
     def report(self, rows: Sequence[Sequence[float]]) -> tuple[dict[str, Any], list[str]]:
         """Return the entries of metrics.jsonl for a step, and new messages. Every rank calls this after the step.
 
-        `mfu` is the model FLOPs utilisation of Chowdhery et al. (2022, PaLM, appendix B): the FLOPs that the model
-        needs, divided by the FLOPs that the devices could do at their peak in the time of the step.
+        The entry `mfu` is the model FLOPs utilisation of Chowdhery et al. (2022, PaLM, appendix B): the FLOPs that the
+        model needs, divided by the FLOPs that the devices could do at their peak in the time of the step.
 
         Args:
-            rows: the result of `numbers` on each rank, in rank order.
+            rows: the results of the method `numbers` of all ranks, in rank order.
         """
         ranks = [Numbers(*row) for row in rows]
         self._control.note("done")
         self._recent.append(ranks)
-        # Take the longest step: a rank that began late measures a shorter step than the ranks that waited for it in a
-        # collective.
+        # Take the longest time: a rank that began the step late measures a shorter step than ranks that waited for this
+        # rank in a collective.
         seconds = max(time.perf_counter() - self._began, *(rank.gradients_s for rank in ranks))
         of_ranks = {
             "residues_per_s": [rank.residues / seconds for rank in ranks],
@@ -397,7 +402,7 @@ class Watch:
         return line, [*self._slow_ranks(), *self._full_ranks(ranks)]
 
     def _slow_ranks(self) -> Iterator[str]:
-        """Yield a message for each rank that has become slow since the last step."""
+        """Yield a message for each rank that waits for data longer than other ranks, and did not in the last step."""
         if len(self._recent) < WINDOW:
             return
         # Use the median, because a single delay, such as a first use of the disk, does not make a rank slow.
@@ -413,7 +418,7 @@ class Watch:
         self._slow = slow
 
     def _full_ranks(self, ranks: Sequence[Numbers]) -> Iterator[str]:
-        """Yield one message in the whole run about each rank whose allocator had to retry."""
+        """Yield a message about each rank whose allocator had to retry. In the whole run, a rank gets one message."""
         full = {rank for rank, numbers in enumerate(ranks) if numbers.allocation_retries > 0}
         for rank in sorted(full - self._full):
             yield (
@@ -429,19 +434,19 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _number(value: float) -> float | None:
-    """Round a fraction to four digits. Return None for NaN and infinity, which JSON does not have."""
+    """Round a number that is not whole to four digits. Return None for NaN and infinity, which JSON does not have."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) else float(f"{value:.4g}")
 
 
 def _memory(device: torch.device) -> tuple[float, float, float]:
-    """Return the last three fields of `Numbers`."""
+    """Return the values for the last three fields of `Numbers`, which are about the memory of this rank."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
         return tuple(stats[name] for name in names)  # type: ignore[return-value]
-    if sys.platform == "win32":  # Windows has no such call
+    if sys.platform == "win32":  # Windows does not have `getrusage`
         return math.nan, math.nan, 0
     import resource
 
@@ -450,26 +455,26 @@ def _memory(device: torch.device) -> tuple[float, float, float]:
 
 
 def reading() -> AbstractContextManager[Any]:
-    """Return a `with` block that marks in a profile that the main thread waits for data."""
+    """Return a `with` block during which the main thread waits for data. A profile of torch shows this wait."""
     return record_function("esmshard: data")
 
 
 @contextmanager
 def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[Callable[[], str | None]]:
-    """Record a profile of `steps` steps, from the third step on, in `directory` as `rank_R.json.gz`. A run that ends
-    earlier writes no file.
+    """Record a profile of `steps` training steps, from the third step on. Each rank writes the file `rank_R.json.gz`,
+    where R is the number of the rank. A run that ends before the last recorded step writes no file.
 
-    Yields a function that must be called at the end of each step. After the last recorded step it returns a table of
-    this rank's operations, after other steps None.
+    Yields a function that must be called at the end of each step. After the last recorded step, this function returns a
+    table of this rank's operations, and after other steps None.
 
     Args:
-        world: all ranks.
+        world: all ranks of the run.
         steps: the number of steps to record; 0 records nothing.
-        left: the number of steps that this run will do.
+        left: the number of steps that this run still has to do.
         directory: the directory for the files.
 
     Raises:
-        UsageError: if the run has too few steps.
+        UsageError: if the run has too few steps left.
     """
     if not steps:
         yield lambda: None
