@@ -58,7 +58,7 @@ def is_adapter(path: Path) -> bool:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`. Raises `InputError` if it is unreadable, no plain LoRA, or names no base model."""
+    """Read `adapter_config.json`. Raises `InputError` if the file is damaged, no plain LoRA, or has no base model."""
     path = directory / ADAPTER_CONFIG
     settings = weight_reader.read_json(path)
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
@@ -177,8 +177,8 @@ def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, 
 
 
 def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
-    """Return the key in `adapter_model.safetensors` of a LoRA matrix or a trained bias with our name `name`. PEFT wraps
-    an adapted layer and calls the original layer `base_layer`, so the key of a layer's bias ends in `base_layer.bias`.
+    """Return the key in `adapter_model.safetensors` of a LoRA matrix or a trained bias, which esmshard calls `name`.
+    PEFT wraps an adapted layer and calls the original layer `base_layer`, so a bias has the key `base_layer.bias`.
 
     >>> from esmshard.model.families.family_registry import SIZES
     >>> size = SIZES["esm2_t6_8M_UR50D"]
@@ -239,7 +239,7 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write an adapter and the file of the task head. Return the sha256 of both weight files, by file name.
 
-    The files of some model families join several of our matrices in one matrix. For these, the LoRA matrices A are
+    The files of some model families join several matrices in one matrix. For these files, the LoRA matrices A are
     stacked, and the LoRA matrices B become blocks on a diagonal, so that the product B A stacks the single products.
 
     Args:
@@ -247,7 +247,7 @@ def write_adapter(
         settings: the result of `adapter_config`.
         config: the architecture of the base model.
         targets: the value of the recipe key `adapt.targets`.
-        tensors: all trained tensors by our names: LoRA matrices, biases, `head.*`.
+        tensors: all trained tensors by esmshard's names: LoRA matrices, biases, `head.*`.
     """
     head = {name: tensor.contiguous() for name, tensor in tensors.items() if name.startswith("head.")}
     groups: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)

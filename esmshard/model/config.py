@@ -1,4 +1,4 @@
-"""Defines `ModelConfig`, the architecture of a model of any family (ESM-2, ESM-C, ...). Does not import torch."""
+"""Defines `ModelConfig`, the architecture of a model of any family (ESM-2, ESM-C, ...), without importing torch."""
 
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
@@ -26,11 +26,11 @@ class Matrix:
     path: str
     """The name of the layer's module inside a block, such as `self_attn.q_proj`."""
     columns: int
-    """Width of the input."""
+    """Width of the layer's input, which is the number of columns of the layer's matrix."""
     rows: int
-    """Width of the output."""
+    """Width of the layer's output, which is the number of rows of the layer's matrix."""
     reads: str
-    """A name for the layer's input. Layers with the same input have the same name; backward keeps the input once."""
+    """A name for the layer's input. Layers with the same input share this name, because training keeps it once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class ModelConfig(ABC):
     @property
     @abstractmethod
     def ffn_width(self) -> int:
-        """Width F of the feed-forward part."""
+        """Width F of the feed-forward part of a block."""
 
     @property
     @abstractmethod

@@ -17,7 +17,7 @@ from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
-"""Maximum number of entries of the attention maps in memory (4 MiB). Long sequences have one map per regression."""
+"""Maximum number of entries of the attention maps in memory (4 MiB), or one map per regression if this is more."""
 
 
 class ContactAccumulators:
@@ -89,7 +89,7 @@ def _weighed_maps(
 
 
 def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
-    """Return the row sums of S_c for each map, [H, L]: row sums plus column sums of P_c, over residues only.
+    """Return the row sums of S_c (see the module) for each map, [H, L]: row and column sums of P_c, over residues only.
 
     The softmax is over all tokens, and the maps are not normalised again without `<cls>` and `<eos>`. Products with a
     vector of ones are faster than sums over a part of each map. Subtracting the columns of `<cls>` and `<eos>` from 1
@@ -101,7 +101,7 @@ def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
 
 
 def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Return F_c, the input of the contact regression, for the H heads of one layer and sequence, fp32 [H, L, L]."""
+    """Return the inputs F_c (see the module) of the contact regression for H heads of one layer, fp32 [H, L, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     a_HL, maps_HLL = _row_sums(maps_HTT), maps_HTT[:, 1:-1, 1:-1]
     return maps_HLL + maps_HLL.mT - a_HL[:, :, None] * (a_HL / a_HL.sum(-1, keepdim=True))[:, None, :]

@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Source = Callable[[str], torch.Tensor]
-"""The type of a function that returns the tensor with our name. Tensors of a task head have names `head.*`."""
+"""The type of a function that returns a tensor by esmshard's name. Tensors of a task head have names `head.*`."""
 
 
 def write_transformers(
@@ -84,7 +84,7 @@ def write_pickle(
 
 
 def _by_key(family: Family, config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return for each key of a model file the names of our tensors that the file joins there, in the order of rows."""
+    """Return for each key of a model file the esmshard names of the tensors that are joined there, in row order."""
     keys: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (key := family.key(name)) is not None:
@@ -103,7 +103,7 @@ def _write_safetensors(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> dict[str, str]:
-    """Join our tensors of each key along the rows, and write safetensors files. Return the sha256 by file name."""
+    """Join the tensors of each key along the rows, and write safetensors files. Return the sha256 by file name."""
     from huggingface_hub import split_torch_state_dict_into_shards  # The import reads environment variables.
 
     planned = {

@@ -184,7 +184,7 @@ def _freeze(trunk: Trunk, part: str) -> None:
 
 
 _PLACE, _LAYER, _COLUMN = 0x27D4EB2F, 0x165667B1, 0x61C88647
-"""Odd factors of position, layer and column in the hash, so that inputs of the hash for neighbours differ a lot."""
+"""Odd factors of position, layer and column in the input of a hash, so that neighbours differ in many bits."""
 
 
 class RecordDropout(nn.Module):
@@ -218,7 +218,7 @@ class RecordDropout(nn.Module):
 
 
 def of_tokens(batch: TokenBatch) -> torch.Tensor | None:
-    """Return a dropout seed for each token from record and position, int32 [T]; None if `batch.draw_N` is None."""
+    """Return a dropout seed for each token, int32 [T], from record seed and position; None without `batch.draw_N`."""
     if batch.draw_N is None:
         return None
     counts_N = batch.cu_seqlens.diff().long()

@@ -156,7 +156,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
         paths = []
         for file in files:  # `snapshot_download` uses threads, and Ctrl-C would wait until they have downloaded all.
             paths.append(Path(hf_hub_download(_repository(name), file, local_dir=directory)))
-            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # Check it before the weights.
+            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # The configuration is checked first.
                 try:
                     transformers_config(read_json(paths[-1]))
                 except ValueError as error:

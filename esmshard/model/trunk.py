@@ -1,4 +1,4 @@
-"""`Trunk`, the common base of all models: an embedding, blocks over packed sequences, and an LM head.
+"""Defines `Trunk`, the base class of all models: an embedding, blocks over packed sequences, and an LM head.
 
 `esmshard.batch` explains the letters of tensor names.
 """
@@ -85,8 +85,8 @@ class Trunk(nn.Module, ABC):
     another precision than the weights. Then only one call of the model may run at a time. None at all other times.
     """
     called_through: Callable[..., TrunkOutput] | None = None
-    """A function that replaces a call of the trunk by a call in which all processes take part; None without one
-    (`esmshard.parallel.shard.shared_calls`). Its arguments are torch's `__call__` and the arguments of the call.
+    """A function that turns a call of the trunk into a call of all processes (`esmshard.parallel.shard.shared_calls`).
+    Its arguments are torch's `__call__` and the arguments of the call. None if processes do not share the model.
     """
     pack = Pack()
 

@@ -33,7 +33,7 @@ class WeightReader:
         return self.rows(rows)
 
     def part(self, part: slice) -> "WeightReader":
-        """Return a reader of only the rows in `part`, for a file that joins several of our tensors in one tensor."""
+        """Return a reader of only the rows in `part`, for a file that joins several tensors in one tensor."""
         if part == ALL:
             return self
         part_rows = range(self.shape[0])[part]

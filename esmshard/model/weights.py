@@ -1,7 +1,7 @@
 """Reads weights from files, directories or the Hugging Face hub, or makes random weights. Builds models with weights.
 Computes the identity of a model, which `esmshard.json` and checkpoints store.
 
-The class `Weights` reads one tensor at a time, by our names, so memory never holds a second copy of a model. Each key
+The class `Weights` reads one tensor at a time by name, so memory never holds a second copy of a model. Each key
 of a file must belong to a tensor of the model's family (`esmshard.model.families`).
 """
 
@@ -46,7 +46,7 @@ class Weights:
     source: str
     """Where the weights come from, for messages: a path, or the words `fresh weights, seed N`."""
     read: Mapping[str, WeightReader]
-    """The reader of each tensor, by our name. The tensors of a fine-tuned task head have names `head.*`."""
+    """The reader of each tensor, by esmshard's name. The tensors of a fine-tuned task head have names `head.*`."""
     absent: tuple[str, ...] = ()
     """The parts `lm_head` and `contact_head`, if the files lack them. The values of a missing part are random."""
     notices: tuple[str, ...] = ()
@@ -271,7 +271,7 @@ def _read_file(path: Path) -> Weights:
 
 
 def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Weights:
-    """Check names and shapes of all tensors except `head.*`. A missing LM head or contact regression becomes random."""
+    """Check names and shapes of all tensors except `head.*`. A missing LM head or contact regression is random."""
     config, readers, files = opened
     for name, first in tied(config).items():
         second, shared = readers.pop(name, None), readers.get(first)
@@ -392,7 +392,7 @@ def altered(files: Sequence[Path]) -> str | None:
 
 
 def report_altered(files: Sequence[Path]) -> None:
-    """Print the sentence that the function `altered` returns to stderr, if a weight file has changed."""
+    """Print to stderr the sentence that the function `altered` returns for a weight file that has changed."""
     if sentence := altered(files):
         say(sentence)
 

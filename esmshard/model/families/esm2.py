@@ -1,5 +1,5 @@
 """The models ESM-2, ESM-1b and ESM-1v over packed sequences, the base classes of SaProt, and the file formats of
-`transformers` and fair-esm. Our names of tensors are the names of fair-esm.
+`transformers` and fair-esm. The names of tensors in esmshard are the names of fair-esm.
 
 ESM-1b and ESM-1v have learned positions. All outputs must equal the outputs of fair-esm 2.0.0 (`esm/model/esm2.py`,
 `esm1.py`). `tests/parity/` compares the outputs. `esmshard.batch` explains the letters of tensor names.

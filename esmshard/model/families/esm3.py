@@ -245,7 +245,7 @@ def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
 
 
 class ESM3(ESMC):
-    """The ESM3 trunk with the LM head of the sequence. The model also has all other parameters of the released file, so
+    """The ESM3 model with the LM head of the sequence. The class also has all other parameters of the released file, so
     that esmshard can write the whole file.
 
     If batches have coordinates, geometric attention learns. If batches have structure tokens, their embedding learns.
@@ -288,7 +288,7 @@ class ESM3(ESMC):
 
 
 class _EncoderBlock(nn.Module):
-    """Geometric attention and a gated feed-forward part, with the authors' names of parameters."""
+    """A block of the encoder: geometric attention and a gated part, with the authors' names of parameters."""
 
     def __init__(self, dim: int, v_heads: int, ffn_width: int) -> None:
         super().__init__()
@@ -303,7 +303,7 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder that computes structure tokens, without parts for training. `codes` are number C and width Z."""
+    """The encoder of structure tokens, without parts for its training. `codes` is number C and width Z of codes."""
 
     codes_CZ: torch.Tensor
 
@@ -359,7 +359,7 @@ class StructureEncoder(nn.Module):
 
 @lru_cache(maxsize=1)
 def read_encoder(path: Path) -> StructureEncoder:
-    """Read the encoder file `esm3_structure_encoder_v0.pth`, and cache the encoder. Raises `InputError` for others."""
+    """Read the file `esm3_structure_encoder_v0.pth`, and cache the encoder. Raises `InputError` for another file."""
     tensors = {
         re.sub(r"^relative_positional_embedding\.embedding\.", "positions.", name)
         .replace("transformer.blocks.", "blocks.")

@@ -243,14 +243,14 @@ AUTHORS = Names(
 """The names of tensors in the authors' files of ESM3, and in the authors' files of ESM-C from 2024-12."""
 
 LM_HEAD = {"0": "dense", "2": "layer_norm", "3": "decoder"}
-"""Our names of the layers of an LM head, by their index in the authors' `nn.Sequential`."""
+"""esmshard's names of the layers of an LM head, by the index of the layer in the authors' `nn.Sequential`."""
 
 JOINED = {
     "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "ffn.1.weight": ("gate.weight", "up.weight"),
 }
-"""The names of tensors in files that join several of our tensors along the rows, mapped to our names. The joined
-tensors have equally many rows."""
+"""The names of joined tensors in files, mapped to esmshard's names of the tensors that are joined along the rows. All
+tensors that are joined in one tensor have equally many rows."""
 
 _OF_2026 = {
     "layernorm_qkv.layer_norm_": "layernorm_qkv.0.",
@@ -263,7 +263,7 @@ _OF_2026 = {
 
 
 def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
-    """Return which of our tensors the authors' files store under this key, as the method `Family.pieces` does."""
+    """Return which of esmshard's tensors the authors' files store under this key, as in `Family.pieces`."""
     for new, old in _OF_2026.items():
         key = key.replace(new, old)
     match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)

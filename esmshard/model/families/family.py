@@ -38,33 +38,33 @@ class Released:
 
 
 class Piece(NamedTuple):
-    """One of our tensors, and the rows that this tensor has in a joined tensor of a file. By default, all rows."""
+    """One of esmshard's tensors, and the rows of this tensor in a tensor of a file. By default, all rows."""
 
     name: str
-    """Our name of the tensor."""
+    """esmshard's name of the tensor."""
     rows: slice = slice(None)
 
 
 @dataclass(frozen=True)
 class Names:
-    """Translates between our names of tensors and the names in one layout of files."""
+    """Translates between esmshard's names of tensors ("our names") and the names in one layout of files."""
 
     block: str
-    """The text before the number of a block in the names of files. In our names, this text is `layers.`."""
+    """The text before the number of a block in the names of files. In esmshard's names, this text is `layers.`."""
     in_block: Mapping[str, str]
-    """Our names of the modules of a block, mapped to the names in files."""
+    """esmshard's names of the modules of a block, mapped to the names in files."""
     others: Mapping[str, str]
-    """For tensors outside blocks, our prefixes mapped to the prefixes in files. The first matching prefix counts."""
+    """For tensors outside blocks, esmshard's prefixes mapped to the prefixes in files. The first match counts."""
 
     def theirs(self, name: str) -> str | None:
-        """Return the name in files for our name of a tensor; None if files do not have this tensor of a block."""
+        """Return the name in files for esmshard's name of a tensor; None for a block's tensor that files lack."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name):
             module = self.in_block.get(match[2])
             return module and f"{self.block}{match[1]}.{module}.{match[3]}"
         return _moved(name, self.others)
 
     def ours(self, key: str) -> str:
-        """Return our name for the name of a tensor in a file. An unknown name is returned unchanged."""
+        """Return esmshard's name for the name of a tensor in a file. An unknown name is returned unchanged."""
         names = {theirs: ours for ours, theirs in self.in_block.items()}
         match = re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key)
         if match and match[2] in names:
@@ -87,9 +87,9 @@ class AuthorsFile:
     code: str
     """Name and address of the authors' code in Markdown, for the model card."""
     lacks: tuple[str, ...] = ("head.",)
-    """Prefixes of the names of our tensors that the file cannot contain."""
+    """Prefixes of the names of tensors that the file cannot contain."""
     our_names: bool = False
-    """Whether the keys of the file are our names of tensors. Otherwise they are the keys in `Family.names`."""
+    """Whether the keys of the file are esmshard's names of tensors. Otherwise, the keys follow `Family.names`."""
 
     def path(self, directory: Path, stem: str, config: Any) -> Path:
         """Return the path in `directory` for the weight file of a model named `stem` with the architecture `config`."""
@@ -117,7 +117,7 @@ class Opened(NamedTuple):
 
     config: ModelConfig
     tensors: dict[str, WeightReader]
-    """The reader of each tensor, by our name of the tensor."""
+    """The reader of each tensor, by esmshard's name of the tensor."""
     files: tuple[Path, ...]
     """The files that contain the tensors."""
 
@@ -196,12 +196,12 @@ class Family(ABC):
 
     @abstractmethod
     def pieces(self, key: str, config: Any) -> Sequence[Piece]:
-        """Return which of our tensors a file stores under this key, and in which rows. The result is empty for a key
-        that is not needed. For an unknown key, the result is one tensor whose name is the key.
+        """Return which of esmshard's tensors a file stores under a key, and in which rows. The result is empty for keys
+        that are not needed. For an unknown key, the result is one tensor whose name is the key.
         """
 
     def tensors(self, readers: Mapping[str, WeightReader], config: Any) -> dict[str, WeightReader]:
-        """Return a reader for each tensor by our name. `readers` has the readers by the keys of a file."""
+        """Return a reader for each tensor by esmshard's name. `readers` has the readers by the keys of a file."""
         pieces = [(piece, reader) for key, reader in readers.items() for piece in self.pieces(key, config)]
         return {piece.name: reader.part(piece.rows) for piece, reader in pieces}
 
@@ -228,7 +228,7 @@ def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str 
 
 
 def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return values of the configuration `raw` by our names. `keys` maps our names to the names in `raw`. Raises
+    """Return values of the configuration `raw` by esmshard's names, which `keys` maps to the names in `raw`. Raises
     `ValueError` if a value is missing.
     """
     if missing := [key for key in keys.values() if key not in raw]:
@@ -237,4 +237,4 @@ def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 SIZES_OF_TRANSFORMERS = {"n_layers": "num_hidden_layers", "dim": "hidden_size", "n_heads": "num_attention_heads"}
-"""Our names of the sizes of a model, mapped to the names in a `config.json` of `transformers`."""
+"""esmshard's names of the sizes of a model, mapped to the names in a `config.json` of `transformers`."""

@@ -45,7 +45,7 @@ def _first_row(token: str) -> int:
 
 @cache
 def _first_rows(device: torch.device) -> torch.Tensor:
-    """Return the `_first_row` of each token, on a device. Without the cache, each forward pass waits for a copy."""
+    """Return `_first_row(token)` for all tokens, on a device. Without the cache, each forward pass waits for a copy."""
     return torch.tensor([_first_row(token) for token in TOKENS], device=device)
 
 
