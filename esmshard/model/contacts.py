@@ -83,7 +83,7 @@ class ContactAccumulators:
 def _weighed_maps(
     q_THK: torch.Tensor, k_THK: torch.Tensor, weight_AH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A weighted sums of H maps, [A, T, T] with `<cls>` and `<eos>`, and the row sums of S_c, [H, L]."""
+    """Return A weighted sums of H attention maps, [A, T, T] with `<cls>` and `<eos>`, and `_row_sums`, [H, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     return (weight_AH @ maps_HTT.flatten(1)).view(-1, *maps_HTT.shape[1:]), _row_sums(maps_HTT)
 

@@ -1,6 +1,6 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): adds trained low-rank matrices to frozen matrices of the trunk's layers.
 
-    y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank]
+    y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank], ' transposes
 
 B starts at zero, so at first the outputs equal the outputs of the base model. A and B are parameters inside the linear
 layer, such as `layers.N.self_attn.q_proj.lora_A.weight`. So sharding, checkpoints and compilation of a block include A
@@ -162,7 +162,7 @@ def packed_of(linear: nn.Module) -> PackedMatrix | None:
 
 
 def frozen_product(x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
-    """Return x W' + bias, [T, O], for a packed matrix W [O, I]. The bias may have a gradient."""
+    """Return x times W transposed, plus bias, [T, O], for a packed matrix W [O, I]. The bias may have a gradient."""
     y_TO: torch.Tensor = _FrozenProduct.apply(x_TI, bias_O, packed)  # type: ignore[no-untyped-call]
     return y_TO
 

@@ -40,7 +40,7 @@ ABOUT = "esmshard.json"
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of one model. A tensor is read from disk when it is used."""
+    """The tensors of one model. Each tensor is read from disk only when this tensor is used."""
 
     config: ModelConfig
     source: str

@@ -120,7 +120,7 @@ _FIXED = {
 
 
 class AmplifyFamily(Family):
-    """The family of AMPLIFY models."""
+    """The model family with all AMPLIFY models."""
 
     title = "AMPLIFY"
     config = AmplifyConfig
@@ -165,7 +165,7 @@ class AmplifyFamily(Family):
     )
 
     def initial(self, config: AmplifyConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor. Matrices and embedding are uniform from -0.02 to 0.02, as in the authors' code."""
+        """Make the initial tensor `name`. Matrices are uniform from -0.02 to 0.02, as in the authors' code."""
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
         return 0.04 * torch.rand(shape, generator=generator) - 0.02

@@ -229,7 +229,7 @@ class EsmFamily(Family):
     )
 
     def initial(self, config: EsmConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor of a new model.
+        """Make the initial values of the tensor `name` in a new model.
 
         Linear layers are Xavier-uniform, with gain 1/sqrt 2 for q, k and v, as in fair-esm. Embedding and learned
         positions are normal with standard deviation 0.02, so the logits of a new model are small.
@@ -366,7 +366,7 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
 
 
 class Esm2Family(EsmFamily):
-    """The family of ESM-2, ESM-1b and ESM-1v models."""
+    """The model family with the models ESM-2, ESM-1b and ESM-1v."""
 
     title = "ESM-2"
     config = EsmConfig

@@ -65,7 +65,7 @@ FUNCTIONS, FUNCTION_ROWS = 8, 260
 """Number of embedding tables for function tokens, and number of rows of a table. Tables have 1/8 of the model's width.
 """
 PLDDT_BINS = 16
-"""Number of radial basis functions that describe a pLDDT."""
+"""Number of radial basis functions that describe a pLDDT (the confidence of a predicted structure)."""
 HEADS = {
     "structure_head": STRUCTURE_TOKENS,
     "ss8_head": TABLES["ss8_embed"],
@@ -431,7 +431,7 @@ model.load_state_dict(state)""",
 
 
 class Esm3Family(Family):
-    """The family of ESM3 models."""
+    """The model family with all ESM3 models."""
 
     title = "ESM3"
     config = Esm3Config

@@ -319,7 +319,7 @@ _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 
 class EsmcFamily(Family):
-    """The family of ESM-C models."""
+    """The model family with all ESM-C models."""
 
     title = "ESM-C"
     config = EsmcConfig

@@ -25,7 +25,7 @@ Encoder = Callable[[Path, npt.NDArray[np.float32], torch.device], npt.NDArray[np
 
 @dataclass(frozen=True)
 class Released:
-    """A model that its authors published."""
+    """A released model: the repository, licence, copyright holder and publication of the model."""
 
     repository: str
     """The repository on the Hugging Face hub, as OWNER/NAME."""
@@ -109,7 +109,7 @@ class Corruption(NamedTuple):
     unchanged: float
     """Share of the residues to predict that did not change."""
     letters: int
-    """Number of letters from which a random letter was chosen. All were equally likely."""
+    """Number of letters from which a random letter was chosen. All letters were equally likely."""
 
 
 class Opened(NamedTuple):
@@ -119,7 +119,7 @@ class Opened(NamedTuple):
     tensors: dict[str, WeightReader]
     """The reader of each tensor, by esmshard's name of the tensor."""
     files: tuple[Path, ...]
-    """The files that contain the tensors."""
+    """The paths of the files that contain the tensors of the model."""
 
 
 def is_computed(name: str) -> bool:

@@ -102,7 +102,7 @@ _SU = "Su et al. 2024, ICLR, doi:10.1101/2023.10.01.560349"
 
 
 class SaprotFamily(EsmFamily):
-    """The family of SaProt models."""
+    """The model family with all SaProt models."""
 
     title = "SaProt"
     config = SaprotConfig
