@@ -107,8 +107,8 @@ class FineTuner(nn.Module):
         tracks: Collection[str] = (),
         quantization: Quantization | None = None,
     ) -> None:
-        """Choose the parameters that learn: the task head, and the parameters of the trunk that the recipe section
-        `adapt` selects. Add LoRA matrices and quantise matrices, if the settings say so.
+        """Add LoRA matrices and quantise matrices, if the settings say so. Then choose the parameters that learn: the
+        task head, and what the recipe section `adapt` selects in the trunk, except for `Trunk.never_learns`.
 
         Args:
             settings: the recipe section `adapt`.
@@ -134,9 +134,8 @@ class FineTuner(nn.Module):
             _freeze(trunk, part)
 
     def rows_of(self, base: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Return a function that computes the initial values in some rows of a tensor of this module, by name. For the
-        trunk, the function reads `base`, makes random LoRA matrices, and quantises matrices. It takes the head from
-        `head`.
+        """Return a function that returns initial rows of a tensor of this module, by the tensor's name. Tensors of the
+        trunk are read from `base` and quantised if necessary, new LoRA matrices are random, and the head is `head`.
         """
         state = head.state_dict()
 

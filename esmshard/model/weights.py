@@ -136,7 +136,7 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
 
 def place(model: str | Path) -> Path:
     """Return the local path of a model: its directory in the package (`SHIPPED`), the directory `model` of a run, the
-    copy of a model from a bucket, or the path `model` itself.
+    copy of a model from a cloud bucket, or simply `model`, if `model` is the path of a model.
     """
     path = _copy_of(url) if (url := remote.address(model)) is not None else Path(model).expanduser()
     if str(model) in SHIPPED and not path.exists():

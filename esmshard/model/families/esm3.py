@@ -5,7 +5,7 @@ All outputs must equal the outputs of `esm` 3.4.1 (`esm/models/esm3.py`), which 
 `tests/parity/test_esm3.py` compares the outputs. `esmshard.batch` explains the letters of tensor names.
 
 In geometric attention, residues attend to each other by the positions and directions of their backbones. The atoms N,
-CA and C of a residue define its frame (local coordinate system). Each head rotates a query vector and a key vector by
+CA and C define the frame (coordinate system) of a residue. Each head rotates a query vector and a key vector by
 the frames of two residues. Attention increases with the dot product of the two vectors. The head also puts a query
 point and a key point into the two frames. Attention decreases with the distance of the points. The weighted sum of
 value vectors is rotated back into the frame of the query's residue. The reference is the class

@@ -4,7 +4,7 @@ AMPLIFY. All have blocks with a gated feed-forward part and without biases.
 All outputs must equal the outputs of `transformers` 5.23 (`models/esmc/modeling_esmc.py`). `tests/parity/` compares
 the outputs. `esmshard.batch` explains the letters of tensor names.
 
-Four file layouts have the same tensors. `transformers` from 5.16 on writes one key for each of our tensors. The
+Four file layouts have the same tensors. `transformers` from 5.16 on writes each tensor of esmshard by itself. The
 authors' files join the matrices of queries, keys and values in one tensor, and gate and up in another. Files of 2026-05
 and of 2024-12 have different names. ESM++ files have the names of 2024-12. `EsmcFamily.pieces` reads all four layouts.
 esmshard writes only the layout of `transformers`, which the authors' code can read from version 3.4 on.
