@@ -1,6 +1,6 @@
-"""`TokenBatch`, the packed batch that the loader makes and the model takes, and the meaning of all tensor names.
+"""Defines `TokenBatch`, the packed batch that the data loader makes and the model reads, and explains tensor names.
 
-Letters at the end of a tensor's name are its dimensions before tensors are divided over processes:
+The letters at the end of a tensor's name are its dimensions, before the tensor is divided over processes:
 
     T  packed tokens of a batch, with `<cls>` and `<eos>` of each sequence
     N  sequences of a batch
@@ -25,7 +25,7 @@ from esmshard.vocab import CLS, EOS, SEPARATOR
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """N sequences end to end without padding. Each sequence is `<cls> ... <eos>`.
+    """A batch (pack) of N sequences that follow each other without padding. Each sequence is `<cls> ... <eos>`.
 
     >>> from esmshard.vocab import encode
     >>> batch = pack([encode("MK"), encode("T")])
@@ -38,34 +38,34 @@ class TokenBatch:
     """
 
     tokens_T: torch.Tensor
-    """int64 [T]."""
+    """int64 [T]: the tokens of all sequences, one sequence after another."""
     position_T: torch.Tensor
-    """int64 [T]: the position of each token in its sequence, 0 for `<cls>`."""
+    """int64 [T]: the position of each token within its sequence. Each `<cls>` has position 0."""
     cu_seqlens: torch.Tensor
-    """int32 [N + 1]: the index in the pack of the first token of each sequence, and T as the last entry."""
+    """int32 [N + 1]: the index in `tokens_T` of the first token of each sequence. The last entry is T."""
     max_seqlen: int
-    """Number of tokens of the longest sequence."""
+    """Number of tokens of the longest sequence, including `<cls>` and `<eos>`."""
     record_ids: tuple[str, ...]
     bounds: tuple[int, ...]
-    """`cu_seqlens` as Python ints. The CPU can read these without waiting for the GPU."""
+    """The numbers of `cu_seqlens` as Python integers, which the CPU can read without waiting for the GPU."""
     logits_at_P: torch.Tensor | None = None
-    """int64 [P]: indices in the pack of the tokens for which the language model computes logits; None for no logits."""
+    """int64 [P]: indices in `tokens_T` for which the language model computes logits; None for no logits."""
     logit_counts: tuple[int, ...] = ()
-    """For each sequence, the number of its tokens in `logits_at_P`."""
+    """For each sequence, the number of indices in `logits_at_P` that belong to this sequence."""
     changes_4M: torch.Tensor | None = None
-    """int64 [4, M], for variants of one protein. The rows hold for each changed residue: the number of its variant, the
-    new token, the index of the residue in the pack, and the index of the same residue in the wild type. The wild type
-    is the last sequence of the pack, so one forward pass of the wild type serves all variants."""
+    """int64 [4, M]: four numbers for each changed residue in the variants of one protein; None without variants. The
+    numbers are: number of the variant, new token, index of the residue in `tokens_T`, and index of the same residue in
+    the wild type. The wild type is the last sequence of the batch, so all variants share its forward pass."""
     n_variants: int | None = None
-    """Number of variants; None if the batch has no variants. If the head reads the wild type only, the pack has no
-    variants, but `n_variants` still counts them."""
+    """Number of variants of one protein; None for other batches. If the task head reads only the wild type, `tokens_T`
+    does not contain the variants, but this number still counts the variants."""
     linked_N: tuple[int, ...] = ()
-    """Number of tokens between chains (`esmshard.vocab.SEPARATOR`) in each sequence; empty if no sequence has any."""
+    """For each sequence, the number of tokens `esmshard.vocab.SEPARATOR`; empty if each sequence is a single chain."""
     draw_N: torch.Tensor | None = None
-    """int32 [N]: a random seed for each record or variant, which decides its dropout masks
+    """int32 [N]: one random seed for each record, or for each variant, for the dropout masks in the task head
     (`esmshard.model.finetuner`). None outside training."""
     tracks: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The tracks by name, [T, ...] each (`esmshard.vocab.Track`). All values of an absent track count as unknown."""
+    """The tracks (`esmshard.vocab.Track`) by name, [T, ...] each. All values of an absent track count as unknown."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
@@ -87,28 +87,28 @@ class TokenBatch:
 
     @property
     def n_residues(self) -> int:
-        """Number of tokens except `<cls>` and `<eos>`. If the pack has variants, their wild type does not count."""
+        """Number of tokens except `<cls>` and `<eos>`. In a batch with variants, the wild type does not count."""
         sequences = len(self) - (self.n_variants is not None and len(self) > 1)
         return self.bounds[sequences] - 2 * sequences
 
     def residues(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """Split per-token values [T, ...] into one view [L, ...] for each sequence, without `<cls>` and `<eos>`."""
+        """Split a tensor of all tokens [T, ...] into one tensor [L, ...] per sequence, without `<cls>` and `<eos>`."""
         return [x_TD[start + 1 : end - 1] for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def means(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """Compute the mean [D] over the residues of each sequence, without the tokens between chains."""
+        """Return for each sequence the mean vector [D] of its residues. The tokens between chains do not count."""
         means = [x_LD.mean(0) for x_LD in self.residues(x_TD)]
         if self.linked_N:
             tokens = self.residues(self.tokens_T)
             for n, (linked, x_LD) in enumerate(zip(self.linked_N, self.residues(x_TD), strict=True)):
                 if linked:
-                    # The count comes from the host, so the host need not wait for the device.
+                    # `linked` is a number in the CPU's memory, so the CPU does not wait for the GPU.
                     is_residue_L1 = (tokens[n] != SEPARATOR)[:, None]
                     means[n] = (x_LD * is_residue_L1).sum(0) / (len(x_LD) - linked)
         return means
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """Copy the batch to another device. If its memory is pinned, the host does not wait for the copies."""
+        """Copy all tensors of the batch to a device. If they are in pinned memory, the CPU does not wait."""
 
         def moved(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: x.to(device, non_blocking=True) for name, x in values.items() if torch.is_tensor(x)}
@@ -117,8 +117,8 @@ class TokenBatch:
 
 
 def piece(values: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[Any]:
-    """Return the entries of at most `length` residues, from residue `start` on, of the tokens or of a track. The
-    entries of `<cls>` and `<eos>` stay.
+    """Cut a window of at most `length` residues from the tokens or from a track of one sequence. The window begins at
+    residue `start`, counted from 0, and keeps the entries of `<cls>` and `<eos>`.
 
     >>> piece(np.array([0, 20, 15, 11, 2]), 1, 2).tolist()
     [0, 15, 11, 2]
@@ -132,13 +132,13 @@ def pack(
     logits_at: Sequence[npt.NDArray[np.int64]] | None = None,
     tracks: Sequence[Mapping[str, npt.NDArray[Any]]] | None = None,
 ) -> TokenBatch:
-    """Pack one or more encoded sequences `<cls> ... <eos>` end to end (see `TokenBatch`).
+    """Put one or more encoded sequences `<cls> ... <eos>` one after another into a `TokenBatch`.
 
     Args:
         tokens: the tokens of each sequence, uint8 [L + 2].
         record_ids: the id of each sequence; numbers by default.
         logits_at: for each sequence, the positions for which the model computes logits; `<cls>` is position 0.
-        tracks: for each sequence, its arrays [L + 2, ...] by the name of the track. All have the same tracks.
+        tracks: for each sequence, arrays [L + 2, ...] by name of the track. All sequences must have the same tracks.
     """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
@@ -178,7 +178,7 @@ def pack_variants(
     alone: bool = False,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> TokenBatch:
-    """Pack variants of one protein, and the protein itself as the last sequence (see `TokenBatch.changes_4M`).
+    """Put the variants of a protein, and then the protein itself, into one `TokenBatch` with the field `changes_4M`.
 
     >>> from esmshard.vocab import encode
     >>> batch = pack_variants([encode("MKT"), encode("MTV")], encode("MKV"))
@@ -190,8 +190,8 @@ def pack_variants(
         wild_type: the tokens of the protein, uint8 [L + 2].
         record_ids: the ids of the variants; numbers by default.
         logits: whether the language model computes logits for the wild type at the M changed residues.
-        alone: whether to pack the wild type only.
-        tracks: arrays [L + 2, ...] by the name of the track. The wild type and all variants have the same tracks.
+        alone: whether the batch contains only the wild type, and no variant.
+        tracks: arrays [L + 2, ...] by name of the track. They hold for the wild type and for all variants.
     """
     length = len(wild_type)
     if any(len(variant) != length for variant in tokens):
@@ -211,34 +211,34 @@ def pack_variants(
 
 @dataclass(frozen=True)
 class Inputs:
-    """One example for the model, made by a task."""
+    """The model's input for one record and the label of the record. A task (`esmshard.tasks`) makes this object."""
 
     tokens: npt.NDArray[np.uint8]
-    """`<cls> ... <eos>`, uint8 [L + 2]."""
+    """The tokens of the sequence, `<cls> ... <eos>`, uint8 [L + 2]."""
     target: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
-    """The label, which the head should output; empty in predictions."""
+    """The label of the record, which the task head should output; empty in predictions."""
     logits_at: npt.NDArray[np.int64] | None = None
     """Positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
-    """Tokens of the wild type of a variant. All inputs of a batch have the same wild type, which is packed once."""
+    """For a variant, the tokens of its wild type. All inputs of a batch share one wild type, which is packed once."""
     wild_type_logits: bool = False
-    """Whether the head needs the language model's logits for the wild type at the changed residues."""
+    """Whether the task head needs the language model's logits for the wild type at the changed residues."""
     wild_type_alone: bool = False
     """Whether the model reads the wild type only, and no variant."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """The tracks by name, [L + 2, ...] each. A variant and its wild type have the same tracks."""
+    """The tracks (`esmshard.vocab.Track`) by name, [L + 2, ...] each. They also hold for the wild type of a variant."""
     partner: "Inputs | None" = None
-    """The second chain of a pair; only its `tokens` and `tracks` are used. The two chains are neighbouring sequences of
-    the pack and do not attend to each other."""
+    """The second chain of a pair, of which only the fields `tokens` and `tracks` are used; None without a pair. The two
+    chains become neighbouring sequences of the batch and do not attend to each other."""
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the longer chain of a pair, or of the only sequence."""
+        """Number of tokens of the sequence, or of the longer chain if the input is a pair."""
         return max(len(self.tokens), 0 if self.partner is None else len(self.partner.tokens))
 
 
 def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
-    """Pack inputs for one forward pass of the model."""
+    """Put inputs into one `TokenBatch` for one forward pass of the model. By default, `record_ids` are numbers."""
     first = inputs[0]
     if first.wild_type is not None:
         options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}

@@ -1,4 +1,4 @@
-"""Functions that choose a device, compute packs on several CPU cores, and keep convolutions on a GPU exact."""
+"""Functions that choose a device, compute batches on several CPU cores, and keep convolutions on a GPU exact."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +13,7 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 DeviceName = str | torch.device | None
-"""The name of a device, see `chosen_device`; None for the default."""
+"""The type of a device argument: a name for the function `chosen_device`, a torch device, or None for the default."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Words in the `RuntimeError` messages of the CPU's allocator, CUDA and cuBLAS when memory is exhausted."""
@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def chosen_device(name: DeviceName = None) -> torch.device:
-    """Return the device with this name; by default the first GPU (CUDA, else Apple's), or the CPU without a GPU.
+    """Return the device with this name; by default the first CUDA GPU, else Apple's GPU, else the CPU.
 
     Args:
         name: `cpu`, `cuda` (the first GPU; with several processes, one GPU for each process), `cuda:N` or `mps`.
@@ -57,43 +57,43 @@ def chosen_device(name: DeviceName = None) -> torch.device:
 
 
 def packs_at_once(device: torch.device) -> int:
-    """Return the number of packs to compute in parallel: one for each thread on the CPU, one on a GPU."""
+    """Return how many batches of sequences to compute in parallel: one for each thread on the CPU, one on a GPU."""
     return torch.get_num_threads() if device.type == "cpu" else 1
 
 
 def side_by_side(
     function: Callable[[S], T], packs: Sequence[S], device: torch.device, *, threads: bool = True
 ) -> list[T]:
-    """Call `function` on each pack without gradients, and return the results in the order of `packs`.
+    """Call `function` without gradients on each batch of sequences in `packs`. Return the results in the same order.
 
-    On the CPU each core computes a different pack. This is 1.15 times as fast as all cores on one pack at a time, where
-    the cores wait for each other at the end of each operation. With fewer than two packs for each core, or with
-    `threads=False`, all cores compute one pack at a time. A model that several processes compute together
-    (`Trunk.shared_on`) allows only one call at a time, and needs `threads=False`.
+    On the CPU, each core computes a different batch. If all cores compute one batch together, they wait for each other
+    after each operation, and the first way is 1.15 times as fast. With fewer than two batches for each core, or with
+    `threads=False`, all cores compute one batch at a time. If several processes compute a model together
+    (`Trunk.shared_on`), only one call may run at a time, so `threads=False` is necessary.
     """
     workers = packs_at_once(device) if threads else 1
 
     def alone(pack: S) -> T:
-        with torch.no_grad():  # no_grad has an effect only in its own thread
+        with torch.no_grad():  # `no_grad` has an effect only in the thread that calls it
             return function(pack)
 
     if workers == 1 or len(packs) < 2 * workers:
         return [alone(pack) for pack in packs]
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        # The last packs are the longest. The pool computes them first, so at the end no core waits for a long pack.
+        # The last batches take longest. The pool computes these batches first, so at the end no core waits for them.
         return list(pool.map(alone, packs[::-1]))[::-1]
 
 
 def halving(function: Callable[[Sequence[S]], Sequence[T]], pack: Sequence[S], device: torch.device) -> list[T | None]:
-    """Return the results of `function` for the members of a pack. If a pack needs too much memory, compute each half
-    separately, down to single members. The result is None for a member that alone needs too much memory.
+    """Return one result of `function` for each member of the batch `pack`. If a batch needs too much memory, each half
+    is computed separately, down to single members. A member that needs too much memory even alone gets None.
     """
     try:
         return list(function(pack))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # These lines are outside the handler, because inside it the traceback would keep the tensors in memory.
+    # These lines follow the `except` block, because inside the block the traceback would keep the tensors in memory.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if len(pack) == 1:
@@ -108,14 +108,14 @@ def exact_convolutions(device: torch.device) -> Iterator[None]:
 
     On NVIDIA GPUs from Ampere on, cuDNN by default rounds the inputs of fp32 convolutions to TF32, with 10 bits of
     mantissa. Contact maps would then differ by 1e-3 between a GPU and a CPU. Exact convolutions cost little time,
-    because the heads have few. Convolutions in bf16 and fp16 do not change. The setting changes for the whole process,
-    and only if `device`, the device of the weights, is a CUDA GPU.
+    because task heads have few convolutions. Convolutions in bf16 and fp16 do not change. The setting changes for the
+    whole process, and only if `device`, the device of the weights, is a CUDA GPU.
     """
     if device.type != "cuda":
         yield
         return
     # torch has an old and a new name for this setting. After the first use of the new name, every read of the old name
-    # raises an error, in other libraries too. So only a process that has already used the new name uses it here.
+    # raises an error, in other libraries too. So this function uses the new name only where the old name fails.
     settings: Any = torch.backends.cudnn
     name, exact = "allow_tf32", cast(Any, False)
     try:

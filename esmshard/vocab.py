@@ -20,17 +20,17 @@ import numpy.typing as npt
 from esmshard.errors import UsageError
 
 LINKER = 25
-"""Default number of glycines in a linker: 25, as in ESMFold (Lin et al. 2023, doi:10.1126/science.ade2574)."""
+"""Default number of glycines between two chains, as in ESMFold (Lin et al. 2023, doi:10.1126/science.ade2574)."""
 LONGEST_LINKER, WIDEST_GAP = 1_000, 100_000
 BETWEEN = ":"
-"""The symbol between the chains of a sequence, as in ColabFold and ESMFold."""
+"""The symbol between two chains in the text of a sequence, as in ColabFold and ESMFold."""
 
 Linker = int | Literal["break"]
 
 
 @dataclass(frozen=True)
 class Chains:
-    """How two neighbouring chains of a record are joined.
+    """The settings that join the chains of a protein complex into one sequence.
 
     >>> Chains(25, 512).text
     'linker:25,gap:512'
@@ -39,7 +39,7 @@ class Chains:
     linker: Linker = LINKER
     """Number of glycines between two chains, or `break` for the chain-break token of ESM-C and ESM3."""
     gap: int = 0
-    """Each linker adds this number to the positions of all later tokens of the sequence."""
+    """A number that each linker adds to the positions of all later tokens in the sequence."""
 
     @property
     def tokens(self) -> int:
@@ -48,7 +48,7 @@ class Chains:
 
     @property
     def text(self) -> str:
-        """These settings as a value of the option `--join`."""
+        """The settings in the form of the command-line option `--join`, such as `linker:25,gap:512`."""
         return f"linker:{self.linker}" + (f",gap:{self.gap}" if self.gap else "")
 
     def __str__(self) -> str:
@@ -57,13 +57,13 @@ class Chains:
 
 
 def read_chains(text: str) -> Chains:
-    """Read the value of the option `--join`.
+    """Return the settings from a value of the command-line option `--join`.
 
     >>> read_chains("gap:512")
     Chains(linker=25, gap=512)
 
     Raises:
-        ValueError: the text cannot be read; the message says what is expected.
+        ValueError: the text is not a valid value; the message says which values are valid.
     """
     values: dict[str, Linker] = {}
     for part in text.split(","):
@@ -79,7 +79,7 @@ def read_chains(text: str) -> Chains:
 
 
 def join_option(text: str | None) -> Chains | None:
-    """Read the option `--join` or the argument `join`; None for None. Raises `UsageError` for an invalid text."""
+    """Parse the option `--join`, or return None if `text` is None. Raises `UsageError` for an invalid text."""
     try:
         return None if text is None else read_chains(text)
     except ValueError as error:
@@ -94,36 +94,37 @@ TOKENS: tuple[str, ...] = (
 CLS, PAD, EOS, UNK, MASK = (TOKENS.index(t) for t in ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>"))
 VOCAB_SIZE = len(TOKENS)
 SEPARATOR = TOKENS.index("<null_1>")
-"""The token between the chains of one record. Token stores and batches hold one such token for each linker residue.
-`esmshard.model.trunk` replaces these tokens by glycines, because no released ESM-2 was trained on this token. In ESM-C
-and ESM3, the same number is the chain break `|`, which the setting `linker:break` keeps.
+"""The number of the token between two chains of a protein complex. Encoded sequences have this token once for each
+residue of a linker. `esmshard.model.trunk` replaces the tokens by glycines, because no released ESM-2 was trained on
+this token. In ESM-C and ESM3, the same number means the chain break `|`, which the setting `linker:break` keeps.
 """
 
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
-"""The 20 standard amino acids. Random residues are chosen from these only."""
+"""The letters of the 20 standard amino acids. Random residues are chosen only from these letters."""
 RARE = "XBUZO"
-"""The letters for an unknown residue, Asx, selenocysteine, Glx and pyrrolysine. ESM-2 was trained on these letters."""
+"""X (unknown residue), B (Asx), U (selenocysteine), Z (Glx) and O (pyrrolysine). ESM-2 was trained on these letters."""
 GAPS = "-."
 RESIDUES = STANDARD + RARE
-"""All letters that a sequence may have after the symbol rules (`esmshard.io.sequences`) were applied."""
+"""All letters that a sequence may have after the symbol rules of the module `esmshard.io.sequences` were applied."""
 
 ALPHABET_HASH = hashlib.sha256("\n".join(TOKENS).encode()).hexdigest()[:16]
-"""An identifier of the token numbering. Files with tokens record this identifier."""
+"""A hash of all tokens in their order. Files with tokens store this hash."""
 
-# bytes.translate converts the whole sequence in one C loop. A dictionary look-up for each letter is hundreds of times
+# `bytes.translate` converts a whole sequence in one C loop. A dictionary look-up for each letter is hundreds of times
 # slower.
 _TOKEN_OF = {ord(letter): TOKENS.index(letter) for letter in RESIDUES + GAPS} | {ord(BETWEEN): SEPARATOR}
 _TABLE = bytes(_TOKEN_OF.get(byte, UNK) for byte in range(256))
 _BETWEEN = bytes([SEPARATOR])
-# The letter of each token. Tokens such as <cls>, and numbers without a token, have a zero.
+# The letter of each token, as a byte. Tokens such as <cls>, and numbers that are no token, have a zero byte.
 _LETTERS = bytes(ord(t) if len(t) == 1 else 0 for t in TOKENS).ljust(256, b"\0")
 
 
 def encode_residues(sequence: str, linker: int = LINKER) -> bytes:
-    """Encode a sequence without `<cls>` and `<eos>`, one byte for each residue. Each `:` between two chains becomes
-    `linker` `SEPARATOR` tokens.
+    """Encode the letters of a sequence as tokens of one byte each, without `<cls>` and `<eos>`. Each `:` between two
+    chains becomes as many `SEPARATOR` tokens as the argument `linker` says.
 
-    The caller must first apply the symbol rules (`esmshard.io.sequences`). Raises `ValueError` for an unknown letter.
+    The caller must first apply the symbol rules of the module `esmshard.io.sequences`. Raises `ValueError` for an
+    unknown letter.
 
     >>> list(encode_residues("MKT"))
     [20, 15, 11]
@@ -142,8 +143,8 @@ def encode(sequence: str, linker: int = LINKER) -> npt.NDArray[np.uint8]:
 
 
 def decode(tokens: npt.ArrayLike) -> str:
-    """Decode tokens to letters, without `<cls>`, `<eos>` and `<pad>`. Other special tokens keep their names, such as
-    `<mask>`. The `SEPARATOR` tokens between two chains become one `:`.
+    """Convert tokens to the text of a sequence, and leave out `<cls>`, `<eos>` and `<pad>`. Other special tokens keep
+    their names, such as `<mask>`. All `SEPARATOR` tokens between two chains together become one `:`.
 
     >>> decode(encode("MK:T"))
     'MK:T'
@@ -161,7 +162,7 @@ def decode(tokens: npt.ArrayLike) -> str:
 
 
 def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return for each token of a sequence whether it is a residue: not `<cls>`, `<eos>` or `SEPARATOR`.
+    """Return True for each token that is a residue, and False for the tokens `<cls>`, `<eos>` and `SEPARATOR`.
 
     >>> is_residue(encode("MK:T", linker=2)).tolist()
     [False, True, True, False, False, True, False]
@@ -170,8 +171,8 @@ def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Return the index of the first token of each chain of one sequence, and the index after its last token. The tokens
-    may lack `<cls>` and `<eos>`.
+    """Return for each chain of one sequence the index of the chain's first token and the index after the chain's last
+    token. The sequence may lack `<cls>` and `<eos>`.
 
     >>> chain_spans(encode("MK:T", linker=2))
     [(1, 3), (5, 6)]
@@ -184,21 +185,21 @@ def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Track:
-    """A property of residues that the models of a family read in addition to the amino acids.
+    """A property of residues that a model can read in addition to the amino acids, such as structure letters in SaProt.
 
-    In a pack, a track is a tensor with one entry for each token (`esmshard.batch.TokenBatch.tracks`). The entry is
-    `unknown` for `<cls>`, `<eos>` and residues whose value is not known.
+    In a batch, a track is a tensor with one entry for each token (field `tracks` of `esmshard.batch.TokenBatch`). The
+    tokens `<cls>` and `<eos>`, and residues without a known value, have the entry `unknown`.
     """
 
     name: str
-    """The name in the recipe key `data.tracks`, in the option `--track`, and in `TokenBatch.tracks`."""
+    """The name of the track in the recipe key `data.tracks`, in the option `--track`, and in `TokenBatch.tracks`."""
     title: str
     """The plural noun for this track in messages, such as `structure tokens`."""
     kind: Literal["letters", "coordinates", "codes"]
-    """The entries of each kind: `letters`, uint8 [T], the index of the residue's letter in the field `letters`;
-    `coordinates`, float32 [T, 3, 3], N, CA and C in Ångström; `codes`, int64 [T], a whole number below `n_codes`."""
+    """What an entry is. `letters`: an index in the field `letters`, uint8 [T]. `coordinates`: positions of N, CA and C
+    in Ångström, float32 [T, 3, 3]. `codes`: a whole number below the field `n_codes`, int64 [T]."""
     unknown: float
-    """The entry for an unknown value: NaN for coordinates, a whole number for letters and codes."""
+    """The entry of a residue whose value is unknown: NaN for coordinates, a whole number for letters and codes."""
     letters: str = ""
     """The possible letters of a track of kind `letters`. An entry is an index in this string."""
     n_codes: int = 0

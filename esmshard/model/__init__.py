@@ -1,1 +1,1 @@
-"""Models, their weights and their files, on one device. This folder does not use torch.distributed."""
+"""The modules for models, their weights and their files, on one device. They do not use torch.distributed."""

@@ -1,10 +1,10 @@
-"""LoRA adapters in PEFT's layout: `adapter_config.json` and `adapter_model.safetensors`. Keys of tensors are PEFT's
-prefix and the name in `transformers`.
+"""Reads and writes LoRA adapters in PEFT's layout: the files `adapter_config.json` and `adapter_model.safetensors`. The
+key of a tensor is PEFT's prefix followed by the tensor's name in `transformers`.
 
 `peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads these files and uses every key;
 for an `EsmModel`, add `key_mapping={"^esm.": ""}`. Plain LoRA adapters of other programs can be read, too. The tensors
-in the file, not `target_modules`, decide which layers are adapted. Unknown settings raise an error, because they could
-change the outputs.
+in the file, and not the setting `target_modules`, decide which layers are adapted. Unknown settings raise an error,
+because an unknown setting could change the outputs.
 """
 
 import hashlib
@@ -38,8 +38,8 @@ HEAD = "head.safetensors"
 """The name of the file with the task head in the directory of an adapter. PEFT ignores this file."""
 _FIX = "let PEFT merge it (merge_and_unload) and save the model"
 
-# Keys of `LoraConfig` that this module reads, or that have no effect on existing matrices. PEFT ignores
-# `fan_in_fan_out` for linear layers.
+# Keys of PEFT's class `LoraConfig` that this module reads, or that have no effect on existing matrices. PEFT ignores
+# the key `fan_in_fan_out` for linear layers.
 _KNOWN = {
     *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
@@ -47,18 +47,18 @@ _KNOWN = {
     *("peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
     *("target_modules", "task_type", "use_rslora"),
 }
-# Initialisations that do not change the weights of the base. Other initialisations (pissa, olora, corda, loftq, ...)
-# subtract the initial matrices from the base, so the adapter does not fit the base on disk.
+# Values of `init_lora_weights` that do not change the base model. Other values (pissa, olora, corda, loftq, ...)
+# subtract the initial LoRA matrices from the base model, so the adapter does not fit the base model on disk.
 _INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def is_adapter(path: Path) -> bool:
-    """Return whether a directory holds an adapter and no model."""
+    """Return whether a directory has the settings file of a LoRA adapter and no weight file of a whole model."""
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in LAYOUTS)
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`. Raises `InputError` if the adapter is not a plain LoRA."""
+    """Read `adapter_config.json`. Raises `InputError` if the file is damaged, no plain LoRA, or has no base model."""
     path = directory / ADAPTER_CONFIG
     settings = weight_reader.read_json(path)
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
@@ -77,11 +77,11 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearned: Sequence[str]) -> "Weights":
-    """Return the weights of a base with an adapter and its task head. Each LoRA is added in fp32 when a weight is read.
-    `unlearned` names the parts that still have random values.
+    """Return the weights of the model `base` with an adapter and the adapter's task head. Each LoRA is added in fp32
+    when a weight is read. `unlearned` has the names of the model's parts whose values are still random.
 
     Raises:
-        InputError: the adapter is not complete, does not fit the base, or cannot be read.
+        InputError: the adapter is not complete, does not fit the base model, or cannot be read.
     """
     file = next((directory / name for name in ADAPTERS if (directory / name).is_file()), None)
     if file is None:
@@ -97,7 +97,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         if name.startswith(("classifier.", "score.")):
             left_out.add(name.split(".")[0])
         elif lora := re.fullmatch(r"(.+)\.lora_([AB])\.weight", name):
-            # A matrix of the pooler has no pieces, because no model here uses the pooler.
+            # The method `family.pieces` returns nothing for the pooler, because no model here uses the pooler.
             for piece in family.pieces(f"{lora[1]}.weight", base.config):
                 modules[piece.name] = lora[1]
                 if lora[2] == "A":
@@ -129,7 +129,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
         scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in a_of.items()}
-    # `base.rows` checks values, and its errors name the base.
+    # The method `base.rows` checks that all values are finite. Its errors name the base model.
     trunk = {n: replace(r, rows=partial(base.rows, n)) for n, r in base.read.items() if not n.startswith("head.")}
     adapted = {name: _with_lora(name, trunk[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
     head_file = directory / HEAD
@@ -149,10 +149,10 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
 
 def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of the product B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+    """Return the factor of the LoRA product B A of a layer: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
     In PEFT, the keys of `alpha_pattern` are regular expressions, and the first match counts. Here each key must be a
-    plain name, because the evaluation of an unknown expression may never end. A dot may have a backslash.
+    plain name, because the evaluation of an unknown expression may never end. A dot in the name may follow a backslash.
     """
     alpha: Any = settings.get("lora_alpha")
     path = directory / ADAPTER_CONFIG
@@ -177,8 +177,8 @@ def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, 
 
 
 def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
-    """Return the key of a tensor in `adapter_model.safetensors`, from our name of a LoRA matrix or a trained bias. PEFT
-    wraps an adapted layer and calls the original layer `base_layer`, so the bias has the key `base_layer.bias`.
+    """Return the key in `adapter_model.safetensors` of a LoRA matrix or a trained bias, which esmshard calls `name`.
+    PEFT wraps an adapted layer and calls the original layer `base_layer`, so a bias has the key `base_layer.bias`.
 
     >>> from esmshard.model.families.family_registry import SIZES
     >>> size = SIZES["esm2_t6_8M_UR50D"]
@@ -201,10 +201,11 @@ def adapter_config(
     base: str, config: ModelConfig, rank: int, alpha: float, targets: Collection[str], bias: str
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json`. `base` is the name or path of the base model. `targets` and `bias`
-    are as in the recipe section `adapt`. `target_modules` has full names, because `dense` would include the LM head.
+    have the values of these two keys in the recipe section `adapt`. The setting `target_modules` has full names of
+    modules, because the short name `dense` would include the LM head.
     """
     family = family_of(config)
-    # AutoPeftModel needs the class of the base. `transformers` has no class for some families.
+    # PEFT's `AutoPeftModel` needs the class of the base model. `transformers` has no class for some model families.
     classes = {"base_model_class": family.model_class, "parent_library": "transformers"}
     paths = [matrix.path for matrix in config.matrices if matrix.target in targets]
     keys = [str(family.key(f"layers.{n}.{path}.weight")) for n in range(config.n_layers) for path in paths]
@@ -238,15 +239,15 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write an adapter and the file of the task head. Return the sha256 of both weight files, by file name.
 
-    Some families join several of our matrices in one matrix of the file. Then the matrices A are stacked, and the
-    matrices B become blocks on a diagonal, so that the product B A stacks the single products.
+    The files of some model families join several matrices in one matrix. For these files, the LoRA matrices A are
+    stacked, and the LoRA matrices B become blocks on a diagonal, so that the product B A stacks the single products.
 
     Args:
         directory: an existing directory.
         settings: the result of `adapter_config`.
         config: the architecture of the base model.
         targets: the value of the recipe key `adapt.targets`.
-        tensors: all trained tensors by our names: LoRA matrices, biases, `head.*`.
+        tensors: all trained tensors by esmshard's names: LoRA matrices, biases, `head.*`.
     """
     head = {name: tensor.contiguous() for name, tensor in tensors.items() if name.startswith("head.")}
     groups: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -262,7 +263,7 @@ def write_adapter(
             joined[key] = next(iter(group.values())).contiguous()
         elif part == "A.weight":
             joined[key] = torch.cat([group[name] for name in rows if name in group])
-        else:  # The rows of a matrix without a LoRA are zeros.
+        else:  # For a joined matrix without a LoRA, the rows of B are zeros.
             parts = [group.get(name, torch.empty(part.stop - part.start, 0)) for name, part in rows.items()]
             joined[key] = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
     replace_json(directory / ADAPTER_CONFIG, settings)

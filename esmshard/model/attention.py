@@ -1,6 +1,6 @@
 """Self-attention over packed sequences. `esmshard.batch` explains the letters of tensor names.
 
-Only `attend` chooses kernels, and only `RotaryEmbedding` uses positions.
+Only the function `attend` calls different kernels, and only the class `RotaryEmbedding` uses the tokens' positions.
 """
 
 from collections.abc import Callable
@@ -15,8 +15,8 @@ from esmshard.batch import TokenBatch
 
 
 def keep_eager() -> None:
-    """Exclude from compilation the functions that loop over sequences. Otherwise the compiler would compile a block
-    again for each new combination of lengths. This is not done on import, because the compiler's import takes 2 s.
+    """Exclude some functions of this module from compilation. Otherwise the compiler would compile a block again for
+    each new combination of sequence lengths. The exclusion imports the compiler, which takes 2 s.
     """
     for name in ("attend_slices", "attend_padded", "_hand_out"):
         function = globals()[name]
@@ -25,18 +25,18 @@ def keep_eager() -> None:
 
 
 OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
-"""The type of `on_attention(layer, sequence, q_THK, k_THK)`, with q and k after the rotary embedding, including `<cls>`
-and `<eos>`.
+"""The type of a function `on_attention(layer, sequence, q_THK, k_THK)`, which gets the queries and keys of one sequence
+in one layer, after the rotary embedding, including `<cls>` and `<eos>`.
 
-The function gets queries and keys and not attention maps, because H maps [L, L] at once would take too much memory. It
-can call `attention_map` for a few heads at a time.
+The function gets queries and keys and not attention maps, because H maps [T, T] at once would take too much memory. The
+function can call `attention_map` for a few heads at a time.
 """
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> Literal["varlen", "slices", "padded"]:
-    """Return the kernel that `attend` uses for queries of this precision on this device.
+    """Return the name of the kernel that `attend` uses for queries of this precision on this device.
 
-    - `varlen`: `varlen_attn` (FlashAttention over packed sequences), on CUDA in half precision from capability 8.0 on.
+    - `varlen`: `varlen_attn` (FlashAttention over packed sequences), in half precision on CUDA GPUs from Ampere on.
     - `slices`: one unmasked SDPA call per sequence, on the CPU, where this kernel was measured to be the fastest.
     - `padded`: SDPA under a key mask over a block padded to the longest sequence, on other devices.
     """
@@ -63,7 +63,7 @@ def attend(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch:
 
 
 def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute the result of `attend` one sequence at a time."""
+    """Compute the result of the function `attend` for one sequence after another."""
     out = []
     # `split` is faster than slices: the backward pass of N slices fills N gradients of the whole pack with zeros.
     for q, k, v in zip(*(torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK, v_THK)), strict=True):
@@ -73,7 +73,7 @@ def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 
 
 def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute the result of `attend` with all sequences padded to the length of the longest."""
+    """Compute the result of the function `attend` with all sequences padded to the length of the longest sequence."""
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
     sequence_T = torch.repeat_interleave(torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1])
@@ -94,12 +94,12 @@ def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 class RotaryEmbedding(nn.Module):
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of base 10000: rotates pairs of numbers of a head.
 
-    A pair is a number of the first half of a head and a number of its second half, as in GPT-NeoX. With `interleaved`,
-    a pair is two neighbouring numbers, as in the paper and in Llama.
+    A pair is a number of the first half of a head and a number of the second half, as in GPT-NeoX. With
+    `interleaved=True`, a pair is two neighbouring numbers, as in the paper and in Llama.
 
-    Checkpoints contain the buffer `inv_freq`, because released ESM-2 models have values that were rounded to fp16. New
-    values would change representations by up to 1e-3. The buffer stays fp32 when the model is cast to another type: in
-    bf16, half of 1,024 positions would be equal.
+    Checkpoints contain the buffer `inv_freq`, because released ESM-2 models have values that were rounded to fp16.
+    Exact values would change representations by up to 1e-3. The buffer stays fp32 when the model is cast to another
+    type. In bf16, half of 1,024 positions would be equal to another position.
     """
 
     inv_freq: torch.Tensor
@@ -117,7 +117,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosine and the signed sine of each token's angles, fp32 [T, 1, K] each: arguments of `rotate`."""
+        """Return cosine and signed sine of each token's rotation angles, fp32 [T, 1, K] each, for `rotate`."""
         angle_TK = batch.position_T[:, None].to(torch.float32) * self.inv_freq
         cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
         join = partial(torch.stack, dim=-1) if self.interleaved else partial(torch.cat, dim=-1)
@@ -125,7 +125,7 @@ class RotaryEmbedding(nn.Module):
         return cos_TK[:, None], sin_TK[:, None]
 
     def rotate(self, x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys, in fp32 or fp64: each number times the cosine, plus its partner times the sine."""
+        """Rotate queries or keys: each number times the cosine, plus the other number of its pair times the sine."""
         if self.interleaved:
             partner_THK = x_THK.view(*x_THK.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
@@ -134,23 +134,23 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(head_dim: int) -> torch.Tensor:
-    """Return the radians per token of each rotated pair, fp32 [head_dim / 2]."""
+    """Return the rotation angle per position of each pair of numbers, in radians, fp32 [head_dim / 2]."""
     with torch.device("cpu"):
         return 1.0 / (10000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
 OnQk = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""The type of `on_qk(sequence, q_THK, k_THK)`, which is `OnAttention` without the argument `layer`."""
+"""The type of a function `on_qk(sequence, q_THK, k_THK)`, as `OnAttention` but without the argument `layer`."""
 
 
 class PackedAttention(nn.Module):
-    """Attention between the tokens of each sequence of a pack, without parameters.
+    """Attention between the tokens of each sequence of a packed batch. This module has no parameters.
 
-    If ranks divide the heads or the tokens of a layer, `esmshard.parallel` replaces this module by one of a subclass.
+    If several processes divide the heads or the tokens, `esmshard.parallel` replaces this module by a subclass.
     """
 
     compiles = True
-    """Whether the compiler may trace this module."""
+    """Whether `torch.compile` may compile the method `forward` of this module."""
 
     def forward(
         self,
@@ -160,25 +160,25 @@ class PackedAttention(nn.Module):
         batch: TokenBatch,
         on_qk: OnQk | None = None,
     ) -> torch.Tensor:
-        """Return the attention output [T, H, K]. Calls `on_qk` for each sequence."""
+        """Return the attention output [T, H, K]. If the function `on_qk` is given, call it for each sequence."""
         if on_qk is not None:
             _hand_out(on_qk, self.whole(q_THK), self.whole(k_THK), batch)
         return self.attend(q_THK, k_THK, v_THK, batch)
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Call the function `attend`. Subclasses add communication before or after it."""
+        """Call the function `attend`. Subclasses add communication between processes before or after this call."""
         return attend(q_THK, k_THK, v_THK, batch)
 
     def whole(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of all tokens and heads, from this rank's queries or keys."""
+        """Return the queries or keys of all tokens and heads, from the queries or keys that this process has."""
         return q_THK
 
 
 class SelfAttention(nn.Module):
     """Multi-head self-attention with the parameter names of fair-esm.
 
-    With `qk_norm`, a LayerNorm without bias is applied to queries and keys over the width of the model, as in ESM-C,
-    before the split into heads and the rotation. See `RotaryEmbedding` for `interleaved`.
+    With `qk_norm=True`, a LayerNorm without bias is applied to queries and keys over the width of the model, as in
+    ESM-C, before the split into heads and the rotation. The class `RotaryEmbedding` explains `interleaved`.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class SelfAttention(nn.Module):
         self.core = PackedAttention()
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, on_qk: OnQk | None = None) -> torch.Tensor:
-        """Map x [T, D] to [T, D]. Calls `on_qk` for each sequence."""
+        """Map x [T, D] to [T, D]. If the function `on_qk` is given, call it for each sequence."""
         q_TD, k_TD, v_TD = self.q_proj(x_TD), self.k_proj(x_TD), self.v_proj(x_TD)
         if self.q_norm is not None and self.k_norm is not None:
             # Autocast computes norms in fp32, and attention needs the same type for q, k and v.
@@ -229,21 +229,21 @@ def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
 
 
 Between = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
-"""The type of `between(x_TD, batch)`. A block adds its result [T, D] between attention and feed-forward part."""
+"""The type of a function `between(x_TD, batch)`. A block adds the result [T, D] before the feed-forward part."""
 
 
 class TrunkBlock(nn.Module):
     """The base class of the blocks of a trunk."""
 
     def add_between(self, between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Return `between(x_TD, batch)`. `compile` excludes this method from compilation."""
+        """Return `between(x_TD, batch)`. The method `compile` excludes this method from compilation."""
         return between(x_TD, batch)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile `forward` in place, with the arguments of `torch.compile`.
 
-        The functions of `keep_eager` are not compiled. Hooks of the module are not compiled, either, so FSDP gathers
-        parameters outside of compiled code.
+        The functions that `keep_eager` excludes are not compiled. Hooks of the module are not compiled, either, so FSDP
+        gathers parameters outside of compiled code.
         """
         keep_eager()
         for module in self.modules():

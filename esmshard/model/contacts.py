@@ -1,12 +1,12 @@
 """ESM's contact regression over attention maps, accumulated layer by layer.
 
 The reference (`esm.modules.ContactPredictionHead`, Rao et al. 2021) stacks all maps: 2.6 GiB for one protein of 1,024
-residues in the 650M model. With P_c the map of head c without `<cls>` and `<eos>`, and S_c = P_c + P_c^T, it computes
+residues in the 650M model. Let P_c be the map of head c without `<cls>` and `<eos>`, and S_c = P_c + P_c^T. Then
 
     logit = b + sum_c w_c F_c,    F_c = S_c - a_c a_c^T / A_c,    a_c = row sums of S_c,    A_c = sum of a_c,
 
-so the sum M = sum_c w_c P_c [L, L] and the vectors a_c determine all logits, and no map is kept. A few maps are
-computed at a time, and in training again in the backward pass. Several regressions share the maps.
+so the sum M = sum_c w_c P_c [L, L] and the vectors a_c determine all logits, and no map is kept in memory. A few maps
+are computed at a time, and in training again in the backward pass. Several contact regressions share the maps.
 """
 
 import torch
@@ -17,19 +17,19 @@ from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
-"""Maximum size, in numbers, of the maps that exist at once (4 MiB). Long sequences have one map for each regression."""
+"""Maximum number of entries of the attention maps in memory (4 MiB), or one map per regression if this is more."""
 
 
 class ContactAccumulators:
     """Computes A contact regressions for each of N sequences, with gradients, as sums over heads and layers.
 
-    In the backward pass, after `logits`, activation checkpointing runs each layer again and calls `add` again. Autograd
-    needs the results of this second call, but the sums no longer change.
+    In the backward pass, activation checkpointing runs each layer again and calls the method `add` again. Autograd
+    needs the results of this second call, but the call no longer changes the sums.
 
     Args:
         n_sequences: the number N of sequences.
-        weight_AC: the weights of the regressions for C maps in any precision, layer by layer as in fair-esm.
-        bias_A: the biases of the regressions.
+        weight_AC: the weights of the A regressions for the C maps of all layers in order, in any precision.
+        bias_A: the biases of the A regressions.
     """
 
     def __init__(self, n_sequences: int, weight_AC: torch.Tensor, bias_A: torch.Tensor) -> None:
@@ -39,8 +39,8 @@ class ContactAccumulators:
         self._summed = False
 
     def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Add the H maps of one layer and sequence, in fp32. Pass this method to `Trunk.forward` as `on_attention`.
-        Calls come in the order of the layers, from 0.
+        """Add the H attention maps of one layer and sequence to the sums, in fp32. This method is the argument
+        `on_attention` of `Trunk.forward`, which calls the method in the order of the layers, from 0.
         """
         n_tokens, n_heads = q_THK.shape[:2]
         weight_AH = self._weight_AC[:, layer * n_heads : (layer + 1) * n_heads]
@@ -67,10 +67,10 @@ class ContactAccumulators:
             self._row_sums[sequence].append(row_sums_HL)
 
     def logits(self) -> list[torch.Tensor]:
-        """Return the logits of each sequence: A symmetric matrices, fp32 [A, L, L]. Call this after all layers."""
+        """Return the contact logits of each sequence, fp32 [A, L, L]. Call this method after the last layer."""
         logits: list[torch.Tensor] = []
         self._summed = True
-        while self._sums:  # Each sum is freed before the next one becomes logits.
+        while self._sums:  # The sum of each sequence is freed before the logits of the next sequence are computed.
             sum_ATT, row_sums = self._sums.pop(0), self._row_sums.pop(0)
             assert sum_ATT is not None, "no attention was added"
             with torch.autocast(sum_ATT.device.type, enabled=False):
@@ -83,13 +83,13 @@ class ContactAccumulators:
 def _weighed_maps(
     q_THK: torch.Tensor, k_THK: torch.Tensor, weight_AH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A weighted sums of H maps, [A, T, T] with `<cls>` and `<eos>`, and the row sums of S_c, [H, L]."""
+    """Return A weighted sums of H attention maps, [A, T, T] with `<cls>` and `<eos>`, and `_row_sums`, [H, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     return (weight_AH @ maps_HTT.flatten(1)).view(-1, *maps_HTT.shape[1:]), _row_sums(maps_HTT)
 
 
 def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
-    """Return the row sums of S_c for each map, [H, L]: the row sums of P_c plus its column sums, over residues only.
+    """Return the row sums of S_c (see the module) for each map, [H, L]: row and column sums of P_c, over residues only.
 
     The softmax is over all tokens, and the maps are not normalised again without `<cls>` and `<eos>`. Products with a
     vector of ones are faster than sums over a part of each map. Subtracting the columns of `<cls>` and `<eos>` from 1
@@ -101,14 +101,14 @@ def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
 
 
 def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Return F_c, the input of the regression, for the H maps of one layer and sequence, fp32 [H, L, L]."""
+    """Return the inputs F_c (see the module) of the contact regression for H heads of one layer, fp32 [H, L, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     a_HL, maps_HLL = _row_sums(maps_HTT), maps_HTT[:, 1:-1, 1:-1]
     return maps_HLL + maps_HLL.mT - a_HL[:, :, None] * (a_HL / a_HL.sum(-1, keepdim=True))[:, None, :]
 
 
 def predict_contacts(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
-    """Predict contact probabilities of each sequence by the model's contact regression, fp32 [L, L], with gradients."""
+    """Predict contact probabilities of each sequence, fp32 [L, L], by the contact regression, with gradients."""
     regression = model.contact_head.regression
     sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
     model(batch, layers=(), on_attention=sums.add)

@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Source = Callable[[str], torch.Tensor]
-"""The type of a function that reads a tensor by our name. Tensors of a task head have names `head.*`."""
+"""The type of a function that returns a tensor by esmshard's name. Tensors of a task head have names `head.*`."""
 
 
 def write_transformers(
@@ -36,7 +36,7 @@ def write_transformers(
     dtype: torch.dtype = torch.float32,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> dict[str, str]:
-    """Write `model.safetensors`, `config.json` and the tokenizer files, so that `transformers` can load the model.
+    """Write the weights, `config.json` and the tokenizer files of a model in the layout of `transformers`.
 
     Returns the sha256 of each weight file by file name. Raises `FloatingPointError` if a weight is not finite, or is
     too large for `dtype`.
@@ -44,8 +44,8 @@ def write_transformers(
     Args:
         directory: an existing, empty directory.
         config: the architecture of the trunk.
-        sizes: the shapes of the tensors to write, by name, without tied tensors.
-        source: reads a tensor by name.
+        sizes: the shapes of the tensors to write, by name. A tensor with two names (`Trunk.tied`) is listed once.
+        source: the function that returns the tensor with a given name.
         dtype: the type of the written weights. Rotary frequencies stay fp32.
         max_file_bytes: the maximum size of a weight file. Larger models become several files with an index.
     """
@@ -69,11 +69,11 @@ def write_pickle(
     source: Source,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Write the file for the authors' code at `path`, which `kind.path` returned.
+    """Write a model file for the authors' code at `path`, the result of the method `kind.path`.
 
     Tensors that the file cannot hold, such as a task head, are left out. The other arguments, the result and the errors
-    are as in `write_transformers`. `torch.save` needs all tensors at once, so they are first written to temporary files
-    and mapped into memory.
+    are as in `write_transformers`. `torch.save` needs all tensors at once, so the tensors are first written to
+    temporary files and mapped into memory.
     """
     names = [name for name in sizes if not name.startswith(kind.lacks)]
     keys = {name: [name] for name in names} if kind.our_names else _by_key(family_of(config), config, names)
@@ -84,7 +84,7 @@ def write_pickle(
 
 
 def _by_key(family: Family, config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return for each key of a file the names of our tensors that the family joins there, in the order of the rows."""
+    """Return for each key of a model file the esmshard names of the tensors that are joined there, in row order."""
     keys: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (key := family.key(name)) is not None:
@@ -103,7 +103,7 @@ def _write_safetensors(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> dict[str, str]:
-    """Write one tensor for each key, joined along the rows from our tensors. Return the sha256 of each file by name."""
+    """Join the tensors of each key along the rows, and write safetensors files. Return the sha256 by file name."""
     from huggingface_hub import split_torch_state_dict_into_shards  # The import reads environment variables.
 
     planned = {
@@ -129,9 +129,9 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of a tensor in the type of `stored_dtype`. The errors are as in `write_transformers`."""
+    """Return a copy of a tensor in the type that `stored_dtype` returns. The errors are as in `write_transformers`."""
     written = tensor.to(stored_dtype(name, dtype), copy=True, memory_format=torch.contiguous_format)
-    # If there is a NaN or an infinity, it is the minimum or the maximum. A mask of the tensor would take more memory.
+    # If a tensor has a NaN or an infinity, so has its minimum or maximum. A mask of the tensor would take more memory.
     if written.numel() and not torch.isfinite(torch.stack(torch.aminmax(written))).all():
         largest = float(tensor.abs().max())
         if largest < float("inf"):
@@ -141,10 +141,10 @@ def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def push(model: str, name: str, *, private: bool = False, overwrite: bool = False) -> str:
-    """Upload the files of a model directory as one commit, and return the address of the repository.
+    """Upload the files of a model directory to the hub as one commit, and return the address of the repository.
 
-    `model` is the directory of a run that has a model, a directory that `consolidate` wrote, or an adapter. `overwrite`
-    allows an existing repository, which gets one more commit.
+    `model` is the directory of a run that contains a model, a directory that `esmshard consolidate` wrote, or the
+    directory of an adapter. With `overwrite=True`, the repository may exist already and gets one more commit.
 
     Raises:
         UsageError: `name` is not OWNER/NAME, or the repository exists and `overwrite` is False.

@@ -1,6 +1,6 @@
-"""The trunk of a model and the head of a task as one module, and the dropout of heads.
+"""The language model (trunk) and the head of a task as one torch module, and the dropout of task heads.
 
-torch's dropout draws its masks from the random state of a process, so a mask depends on the rank and on the order of
+torch's dropout makes its masks from the random state of a process, so a mask depends on the rank and on the order of
 the records. Here each number of a mask is a hash of (seed of the record, layer, position in the record, column). So a
 resumed run, a run on other ranks, and a layer that activation checkpointing computes again have the same masks.
 
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class LanguageModelHead(nn.Module):
-    """Marks that a task uses the LM head of the trunk as its head. This module has no parameters."""
+    """An empty module in the place of a task head. It marks that the task uses the LM head of the trunk."""
 
 
 class FineTuner(nn.Module):
-    """Trunk and task head as one module, so that FSDP treats both as one model."""
+    """The language model (trunk) and the task head as one module, so that FSDP treats both as one model."""
 
     def __init__(self, trunk: Trunk, head: nn.Module) -> None:
         super().__init__()
@@ -45,20 +45,20 @@ class FineTuner(nn.Module):
         self.head = head
         self._drawn: Mapping[str, WeightReader] = {}
         self.remembered: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
-        """Outputs of a frozen model that a task stores for later calls, by a name and then by a key. Before
-        `Task.baselines`, the first rank also gets the outputs that the other ranks have stored.
+        """Outputs of a frozen model that a task stores for later calls, by a name and then by a key, both chosen by the
+        task. Before `Task.baselines` is called, the first rank also gets the outputs that other ranks have stored.
         """
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The layers of the trunk."""
+        """The transformer blocks of the trunk, as in the field `Trunk.layers`."""
         return self.trunk.layers
 
     def forward(self, batch: TokenBatch, substitute: Callable[[], Any] | None = None) -> Any:
-        """Return the outputs of the head for N records, or the logits at `TokenBatch.logits_at_P`; always fp32.
+        """Return the outputs of the task head for each record, or the logits at `TokenBatch.logits_at_P`; always fp32.
 
-        If `substitute` is given, its result is returned instead. If ranks share a model, all parameters exist only
-        during a call of this module, so `esmshard.parallel.shard.shared_calls` calls the trunk through `substitute`.
+        If the function `substitute` is given, return its result instead. If ranks share a model, all parameters are in
+        memory only during a call of this module. So `esmshard.parallel.shard.shared_calls` calls the trunk in this way.
         """
         if substitute is not None:
             return substitute()
@@ -76,9 +76,9 @@ class FineTuner(nn.Module):
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
-        """Return the outputs of the head for these examples, computed on `device`."""
+        """Return the outputs of the task head for these inputs, computed on the model's device."""
         dtype = self.trunk.embed_tokens.weight.dtype
-        # The head has fp32 weights. Autocast joins it to a trunk in half precision.
+        # The task head has fp32 weights. With autocast, its input can come from a trunk in half precision.
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
         with mixed, exact_convolutions(self.device):
             return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
@@ -92,7 +92,7 @@ class FineTuner(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """The device that computes (`Trunk.device`)."""
+        """The device on which the model computes, as in the property `Trunk.device`."""
         return self.trunk.device
 
     @property
@@ -107,8 +107,8 @@ class FineTuner(nn.Module):
         tracks: Collection[str] = (),
         quantization: Quantization | None = None,
     ) -> None:
-        """Choose the parameters that learn: the task head, and the parameters of the trunk that the recipe section
-        `adapt` selects. Parameters in `Trunk.never_learns` stay frozen.
+        """Add LoRA matrices and quantise matrices, if the settings say so. Then choose the parameters that learn: the
+        task head, and what the recipe section `adapt` selects in the trunk, except for `Trunk.never_learns`.
 
         Args:
             settings: the recipe section `adapt`.
@@ -134,8 +134,8 @@ class FineTuner(nn.Module):
             _freeze(trunk, part)
 
     def rows_of(self, base: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Return a function that returns rows of a tensor of this module, by name. It reads tensors of the trunk from
-        `base` and tensors of the head from `head`, draws new LoRA matrices, and quantises matrices.
+        """Return a function that returns initial rows of a tensor of this module, by the tensor's name. Tensors of the
+        trunk are read from `base` and quantised if necessary, new LoRA matrices are random, and the head is `head`.
         """
         state = head.state_dict()
 
@@ -158,7 +158,9 @@ class FineTuner(nn.Module):
 
 
 def _freeze(trunk: Trunk, part: str) -> None:
-    """Freeze the parameters of one entry of `adapt.freeze`. Raises `UsageError` if the model has no such parameters."""
+    """Freeze the parameters of the entry `part` in the recipe key `adapt.freeze`. Raises `UsageError` if a layer or a
+    track of this entry is not in the model.
+    """
     if part == "embedding":
         frozen = [p for n, p in trunk.named_parameters() if n.startswith("embed_")]
     elif part == "biases":
@@ -181,11 +183,11 @@ def _freeze(trunk: Trunk, part: str) -> None:
 
 
 _PLACE, _LAYER, _COLUMN = 0x27D4EB2F, 0x165667B1, 0x61C88647
-"""Odd factors, so that the inputs of the hash differ in many bits for neighbouring positions, layers and columns."""
+"""Odd factors of position, layer and column in the input of a hash, so that neighbours differ in many bits."""
 
 
 class RecordDropout(nn.Module):
-    """Sets a share of all numbers to zero in training and scales up the other numbers. Does nothing in evaluation.
+    """Dropout: sets a share of the input to zero in training and scales up the other numbers. No effect in evaluation.
 
     Args:
         share: the share of numbers to set to zero, from 0 to below 1.
@@ -201,32 +203,32 @@ class RecordDropout(nn.Module):
 
         Args:
             x_RF: numbers of any floating type.
-            draw_R: int32 [R], the seed of each row from `of_tokens`, `of_changes` or `TokenBatch.draw_N`; None only in
-                evaluation.
+            draw_R: int32 [R], the random seed of each row, from `of_tokens`, `of_changes` or `TokenBatch.draw_N`; may
+                be None in evaluation.
         """
         if not self.training or not self.share:
             return x_RF
         if draw_R is None:
             raise ValueError("dropout needs a seed for each record; make the batch with `collate`, for an epoch")
-        row_R = _hashed(draw_R + ((self.layer * _LAYER + 2**31) % 2**32 - 2**31))  # an int32
+        row_R = _hashed(draw_R + ((self.layer * _LAYER + 2**31) % 2**32 - 2**31))  # The added number fits an int32.
         column_F = torch.arange(x_RF.shape[1], dtype=torch.int32, device=x_RF.device) * _COLUMN
         left_out_RF = _hashed(row_R[:, None] + column_F) < int(self.share * 2**32) - 2**31
         return (x_RF / (1 - self.share)).masked_fill(left_out_RF, 0.0)
 
 
 def of_tokens(batch: TokenBatch) -> torch.Tensor | None:
-    """Return a seed for each token, int32 [T], from its record's seed and its position; None if `draw_N` is None."""
+    """Return a dropout seed for each token, int32 [T], from record seed and position; None without `batch.draw_N`."""
     if batch.draw_N is None:
         return None
     counts_N = batch.cu_seqlens.diff().long()
-    # With output_size the host does not wait for the device.
+    # With `output_size`, the CPU does not wait for the GPU.
     record_T = torch.repeat_interleave(counts_N, output_size=batch.bounds[-1])
     return batch.draw_N[record_T] + batch.position_T.int() * _PLACE
 
 
 def of_changes(batch: TokenBatch) -> torch.Tensor | None:
-    """Return a seed for each changed residue, int32 [M], from its variant's seed and its position; None if `draw_N` is
-    None.
+    """Return a dropout seed for each changed residue, int32 [M], from the variant's seed and the residue's position;
+    None if `batch.draw_N` is None.
     """
     if batch.draw_N is None:
         return None
@@ -236,7 +238,7 @@ def of_changes(batch: TokenBatch) -> torch.Tensor | None:
 
 
 def _hashed(h: torch.Tensor) -> torch.Tensor:
-    """Hash integers in place by `lowbias32` of Wellons (github.com/skeeto/hash-prospector). int32 wraps around."""
+    """Hash int32 numbers in place by the function `lowbias32` of Wellons (github.com/skeeto/hash-prospector)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):  # factors as int32
         h = h.bitwise_xor_((h >> shift) & (2 ** (32 - shift) - 1)).mul_(factor)
     return h.bitwise_xor_((h >> 16) & 0xFFFF)

@@ -1,7 +1,8 @@
 """Finds or downloads released models and repositories of the Hugging Face hub.
 
 All downloads come from the hub, because the server of fair-esm has no checksums, which would reveal damaged files.
-Functions import huggingface_hub, which reads environment variables when imported, and torch, whose import is slow.
+The functions import huggingface_hub themselves, because the import reads environment variables, and torch, because the
+import is slow.
 """
 
 import os
@@ -20,25 +21,25 @@ ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", 
 LAYOUTS = tuple(
     f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
 )
-"""Names of weight files or of their index, in the order in which `esmshard.model.weights.read` looks for them. Without
-such a file, a repository may have a file for the authors' code; see `authors_weights`.
+"""Names of weight files, or of the index of several weight files. `esmshard.model.weights.read` tries them in this
+order. A repository without these files may have a file for the authors' code (`authors_weights`).
 """
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
 SMALL = (_CONFIG, ADAPTER_CONFIG, *_TOKENIZER, "head.safetensors", "esmshard.json", "README.md")
-"""Names of small files that are downloaded with the weights, for `transformers`, PEFT and esmshard, and the card."""
+"""Names of small files that are downloaded with the weights: settings, tokenizer, task head and model card."""
 _ANSWER_SECONDS = 10.0
-"""How many seconds the hub may take to answer."""
+"""Maximum number of seconds to wait for an answer of the Hugging Face hub."""
 
 
 def is_name(name: str) -> bool:
-    """Return whether a name is in `RELEASED` or has the form OWNER/NAME. A path may have this form, too."""
+    """Return whether `name` is a released model or has the form OWNER/NAME. A relative path may have this form, too."""
     return name in RELEASED or is_hub_name(name)
 
 
 def check(names: Collection[str], to: Path | None = None, overwrite: bool = False) -> None:
-    """Check the model names and outputs of a command before any download. Raises `UsageError` with a list of all
-    unknown names and all existing outputs.
+    """Check the model names and output paths of a command before any download. Raises `UsageError` with a list of all
+    unknown names and, without `overwrite`, of all existing outputs.
     """
     expected = f"one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub, is expected"
     problems = [f"{name}: not a released model; {expected}" for name in names if not is_name(name)]
@@ -54,7 +55,8 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
 
 def find(name: str) -> Path | None:
     """Return the path of a model in the local caches, without using the network; None if there is no complete copy. A
-    released model may be fair-esm's file `NAME.pt` in the cache of torch hub. Other copies are in the hub's cache.
+    released model may be the fair-esm file `NAME.pt` in the cache of `torch.hub`. All other copies are in the cache of
+    the Hugging Face hub.
     """
     import torch
 
@@ -63,12 +65,12 @@ def find(name: str) -> Path | None:
 
 
 def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
-    """Find a model in the local caches, or download it into the hub's cache. Return the path of its directory or of its
-    fair-esm `.pt` file, for `esmshard.model.weights.read`.
+    """Find a model in the local caches, or download the model from the Hugging Face hub. Return the path of the model's
+    directory or of its fair-esm `.pt` file, for `esmshard.model.weights.read`.
 
     Args:
         name: a name in `RELEASED`, or OWNER/NAME for any repository of the hub.
-        to: a directory. If it is given, the model becomes the new directory `to/NAME`, and the caches do not change.
+        to: a directory. If `to` is given, the model becomes the new directory `to/NAME`, and the caches do not change.
         overwrite: whether to replace `to/NAME`.
 
     Raises:
@@ -96,7 +98,7 @@ def _repository(name: str) -> str:
 
 
 def authors_weights(files: Collection[str]) -> str | None:
-    """Return the file `data/weights/NAME.pth` of the language model in a repository for the authors' code; None if
+    """Return the weight file `data/weights/NAME.pth` of the language model from the file names of a repository; None if
     there is no such file, or several. ESM3's encoders and decoders of structures and functions do not count.
     """
     pattern = re.compile(r"data/weights/(?!\w*(?:encoder|decoder))[^/]+\.pth")
@@ -105,8 +107,8 @@ def authors_weights(files: Collection[str]) -> str | None:
 
 
 def _wanted(files: Collection[str]) -> list[str]:
-    """Choose the files of a model in a repository, the weights last. Pickles are chosen only if there are no
-    safetensors. The list is empty if the repository lacks weights, a shard or a configuration.
+    """Choose the files of a model from the file names of a repository, the weights last. Choose pickle files only if
+    there is no safetensors file. The list is empty if weights, a shard or the configuration are missing.
     """
     adapter = next((file for file in ADAPTERS if ADAPTER_CONFIG in files and file in files), None)
     layout = next((file for file in LAYOUTS if file in files), adapter or authors_weights(files))
@@ -154,7 +156,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
         paths = []
         for file in files:  # `snapshot_download` uses threads, and Ctrl-C would wait until they have downloaded all.
             paths.append(Path(hf_hub_download(_repository(name), file, local_dir=directory)))
-            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # Check the small file first.
+            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # The configuration is checked first.
                 try:
                     transformers_config(read_json(paths[-1]))
                 except ValueError as error:
@@ -179,7 +181,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the original error's message. huggingface_hub itself only says: check the connection."""
+    """Return the first line of the message of an error's first cause. huggingface_hub's own message says too little."""
     while error.__cause__:
         error = error.__cause__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

@@ -1,14 +1,14 @@
 """LoRA (Hu et al. 2021, arXiv:2106.09685): adds trained low-rank matrices to frozen matrices of the trunk's layers.
 
-    y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank]
+    y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank], ' transposes
 
-B starts at zero, so at first the outputs are those of the base model. A and B are parameters inside the linear layer,
-such as `layers.N.self_attn.q_proj.lora_A.weight`, so sharding, checkpoints and compilation of a block include them. The
-names are PEFT's names without prefixes (`esmshard.model.adapters`).
+B starts at zero, so at first the outputs equal the outputs of the base model. A and B are parameters inside the linear
+layer, such as `layers.N.self_attn.q_proj.lora_A.weight`. So sharding, checkpoints and compilation of a block include A
+and B. The names of A and B are PEFT's names without prefixes (`esmshard.model.adapters`).
 
-The frozen matrix may be packed, with 4 or 8 bits for each number (QLoRA, Dettmers et al. 2023, arXiv:2305.14314). FSDP
-does not divide packed matrices, which are buffers. For each product, forward and backward, bitsandbytes unpacks the
-matrix to the precision of the arithmetic. The unpacked matrix is not kept.
+The frozen matrix W may be quantised ("packed") to 4 or 8 bits for each number (QLoRA, Dettmers et al. 2023,
+arXiv:2305.14314). Packed matrices are buffers, which FSDP does not divide. For each product, forward and backward,
+bitsandbytes unpacks the matrix to the precision of the arithmetic. The unpacked matrix is not kept.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +27,7 @@ NF4_BLOCK = 64
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a LoRA. It takes over `weight`, or the packed matrix, and `bias` of the layer `base`."""
+    """A linear layer with a LoRA. Weight (or packed matrix) and bias are taken from the linear layer `base`."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         packed = packed_of(base)
@@ -50,11 +50,11 @@ class LoraLinear(nn.Linear):
 def add_lora(
     layers: nn.ModuleList, matrices: Sequence[Matrix], rank: int, alpha: float, targets: Collection[str]
 ) -> dict[str, torch.Size]:
-    """Add a LoRA to the linear layers of each block whose `Matrix.target` is in `targets`, in place, on any device.
+    """Add a LoRA, in place, to those linear layers of each block whose `Matrix.target` is in `targets`.
 
     Returns:
-        The shapes of the new matrices, by their names in the trunk. The values are undefined at first.
-        `esmshard.model.weights.drawn` makes initial values.
+        The shapes of the new matrices, by their names in the trunk. The matrices have no initial values yet. The
+        function `esmshard.model.weights.drawn` makes these values.
     """
     added: dict[str, torch.Size] = {}
     for n, layer in enumerate(layers):
@@ -69,8 +69,8 @@ def add_lora(
 
 
 def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """Return a weight with its LoRA, W + scale * B A in fp32, where scale is alpha / rank. If `tensors` has no LoRA for
-    this weight, return the weight unchanged.
+    """Return the weight matrix W named `name` with its LoRA: W + scale * B A, in fp32. If `tensors` has no LoRA for the
+    matrix, return W unchanged.
     """
     a, b = lora_names(name)
     if a not in tensors:
@@ -79,7 +79,7 @@ def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torc
 
 
 def lora_names(name: str) -> tuple[str, str]:
-    """Return the names of the LoRA matrices A and B of a weight.
+    """Return the names of the LoRA matrices A and B that belong to the weight matrix `name`.
 
     >>> lora_names("layers.0.fc1.weight")
     ('layers.0.fc1.lora_A.weight', 'layers.0.fc1.lora_B.weight')
@@ -89,7 +89,7 @@ def lora_names(name: str) -> tuple[str, str]:
 
 
 class PackedMatrix(nn.Module):
-    """A frozen matrix W [out, in]: `values`, [out, in / 2] in 4 bits or [out, in] in 8 bits, and fp32 `scales`."""
+    """A quantised matrix W [out, in]: `values`, [out, in / 2] for 4 bits or [out, in] for 8 bits, and fp32 `scales`."""
 
     values: torch.Tensor
     scales: torch.Tensor
@@ -108,7 +108,7 @@ class PackedMatrix(nn.Module):
         self.register_buffer("scales", scales)
 
     def pack(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Compute `values` and `scales` for a matrix on their device. Return both on the device of the matrix."""
+        """Quantise a matrix on the device of this module. Return `values` and `scales` on the device of the matrix."""
         from bitsandbytes import functional
 
         device = self.values.device
@@ -125,7 +125,7 @@ class PackedMatrix(nn.Module):
 
         if self.kind == "int8":
             return functional.int8_vectorwise_dequant(self.values, self.scales).to(dtype)  # type: ignore[no-any-return]
-        # With a flat shape, blocks may continue in the next row. Otherwise the CPU kernel begins a block at each row.
+        # With a flat shape, a block may continue in the next row. Otherwise the CPU kernel begins a block in each row.
         flat = torch.Size([self.rows * self.columns])
         state = functional.QuantState(  # type: ignore[no-untyped-call]
             self.scales, flat, blocksize=NF4_BLOCK, quant_type="nf4", dtype=dtype
@@ -148,7 +148,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantization) -> None:
-    """Replace the linear layers of each block by layers whose packed matrices have undefined values, in place."""
+    """Replace the linear layers of each block, in place, by `QuantizedLinear` layers without values."""
     for layer in layers:
         for matrix in matrices:
             base = layer.get_submodule(matrix.path)
@@ -162,13 +162,13 @@ def packed_of(linear: nn.Module) -> PackedMatrix | None:
 
 
 def frozen_product(x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
-    """Return x W' + bias, [T, O], for a packed matrix W [O, I]. The bias may have a gradient."""
+    """Return x times W transposed, plus bias, [T, O], for a packed matrix W [O, I]. The bias may have a gradient."""
     y_TO: torch.Tensor = _FrozenProduct.apply(x_TI, bias_O, packed)  # type: ignore[no-untyped-call]
     return y_TO
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product with a packed matrix. For the backward pass it keeps neither the unpacked matrix nor the input."""
+    """The product with a packed matrix. Neither the unpacked matrix nor the input is kept for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
@@ -187,7 +187,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def check_quantization(device: torch.device) -> None:
-    """Raise `UsageError` if the device is not an NVIDIA GPU, or if bitsandbytes is missing."""
+    """Raise `UsageError` if quantised matrices cannot be used: not on a CUDA GPU, or without bitsandbytes."""
     if device.type != "cuda":
         raise UsageError(
             f"model.quantize: is for NVIDIA GPUs, and this run is on {device.type}; pass model.quantize=null, or run "

@@ -1,4 +1,4 @@
-"""`Trunk`, the common base of all models: an embedding, blocks over packed sequences, and an LM head.
+"""Defines `Trunk`, the base class of all models: an embedding, blocks over packed sequences, and an LM head.
 
 `esmshard.batch` explains the letters of tensor names.
 """
@@ -19,11 +19,11 @@ from esmshard.vocab import SEPARATOR, TOKENS, Chains
 
 GLYCINE = TOKENS.index("G")
 ABSENT = -1e4
-"""The logit of a token that a family lacks. It is finite, but gives a probability of zero in every precision."""
+"""The logit of a token that a model lacks. The number is finite, but its softmax is zero in every precision."""
 
 
 class ContactRegression(nn.Module):
-    """The contact regression: one weight for each attention head of every layer. fair-esm has the same names."""
+    """The contact regression: one weight for each attention head of every layer. Names are as in fair-esm."""
 
     def __init__(self, n_maps: int) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class ContactRegression(nn.Module):
 
 
 def embedding(rows: int, dim: int, padding_idx: int | None = None) -> nn.Embedding:
-    """Make an embedding table. On the meta device, initial values of `nn.Embedding` would import the compiler (2 s)."""
+    """Make an embedding table. `nn.Embedding` alone would import the compiler on the meta device, which takes 2 s."""
     return nn.Embedding(rows, dim, padding_idx, _weight=torch.empty(rows, dim).uniform_(-1, 1))
 
 
@@ -39,13 +39,13 @@ class TrunkOutput(NamedTuple):
     """The requested results of one forward pass; None for logits that were not requested. FSDP needs a tuple here."""
 
     representations: dict[int, torch.Tensor]
-    """Representations x_TD by layer. Layer 0 is the embedding. Only the last layer's includes the final norm."""
+    """Representations [T, D] by layer. Layer 0 is the embedding. The final norm is applied to the last layer only."""
     logits_PV: torch.Tensor | None
 
 
 class Pack:
-    """Selects the tokens of a pack that this process computes in the blocks: here, all tokens. If ranks divide the
-    tokens, `esmshard.parallel` replaces this object by one of a subclass.
+    """Selects the tokens of a packed batch that this process computes in the blocks. This class selects all tokens. If
+    several processes divide the tokens, `esmshard.parallel` replaces the object by an object of a subclass.
     """
 
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -53,27 +53,27 @@ class Pack:
         return x_TD
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Return the rows [T, D] of all ranks' tokens."""
+        """Return the rows [T, D] of all tokens, from the rows [R, D] that each rank has."""
         return x_RD
 
     def positions(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch with the positions of this rank's tokens."""
+        """Return the batch, but with the positions `position_T` of this rank's tokens only."""
         return batch
 
 
 class Trunk(nn.Module, ABC):
-    """A language model with its LM head and its contact regression. Each family defines a subclass.
+    """A language model with its LM head and its contact regression. Each model family defines a subclass.
 
-    `esmshard.parallel` relies on blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. Made under
-    `torch.device("meta")`, the model takes no memory. `esmshard.model.weights` then loads its values.
+    `esmshard.parallel` needs blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. A model that is made
+    under `torch.device("meta")` takes no memory. The module `esmshard.model.weights` loads the values later.
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
-    """The second name of each shared tensor, mapped to the name under which files store the tensor."""
+    """For each tensor with two names, the second name, mapped to the name under which files store the tensor."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
-    """Prefixes of parameters that no fine-tuning changes, because losses depend little or not at all on them."""
+    """Prefixes of the names of parameters that fine-tuning leaves unchanged, because they hardly affect losses."""
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """By name of a track, prefixes of parameters that learn if batches have this track, despite `never_learns`."""
+    """The name of a track, mapped to prefixes of parameters in `never_learns` that learn if batches have this track."""
 
     config: ModelConfig
     embed_tokens: nn.Embedding
@@ -81,23 +81,23 @@ class Trunk(nn.Module, ABC):
     lm_head: nn.Module
     contact_head: ContactRegression
     shared_on: torch.device | None = None
-    """The device of this process while several processes share the model, or while the precision of the arithmetic is
-    not the precision of the weights. Then only one call may run at a time. None otherwise.
+    """The device on which this process computes while several processes share the model, or while the arithmetic has
+    another precision than the weights. Then only one call of the model may run at a time. None at all other times.
     """
     called_through: Callable[..., TrunkOutput] | None = None
-    """A function that replaces a call of the trunk by a call in which all processes take part
-    (`esmshard.parallel.shard.shared_calls`). Its arguments are torch's `__call__` and the arguments of the trunk.
+    """A function that turns a call of the trunk into a call of all processes (`esmshard.parallel.shard.shared_calls`).
+    Its arguments are torch's `__call__` and the arguments of the call. None if processes do not share the model.
     """
     pack = Pack()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the trunk, through `called_through` if this function is set."""
+        """Call the trunk, through the function in the field `called_through` if this field is set."""
         call = super().__call__
         return call(*args, **kwargs) if self.called_through is None else self.called_through(call, *args, **kwargs)
 
     @property
     def device(self) -> torch.device:
-        """The device that computes. It is the device of the weights unless the weights stay in the CPU's memory."""
+        """The device on which the model computes. It differs from the weights' device if weights stay on the CPU."""
         return self.shared_on or self.embed_tokens.weight.device
 
     @abstractmethod
@@ -106,7 +106,7 @@ class Trunk(nn.Module, ABC):
 
     @abstractmethod
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Apply the LayerNorm after the last block to x [T, D]."""
+        """Apply the norm after the last block to x [T, D]."""
 
     def run_block(
         self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
@@ -115,7 +115,7 @@ class Trunk(nn.Module, ABC):
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
     def tie_weights(self) -> None:
-        """Make tied names share one tensor again. torch's `to_empty` gives each name a separate tensor."""
+        """Make the two names of each tied tensor share one tensor again. torch's `to_empty` separates the names."""
 
     def forward(
         self,
@@ -124,12 +124,12 @@ class Trunk(nn.Module, ABC):
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Run the trunk over a packed batch. Raises `InputError` for a sequence longer than the learned positions.
+        """Run the trunk over a packed batch. Raises `InputError` if a sequence has more tokens than learned positions.
 
         Args:
             batch: N sequences, T tokens in all.
             layers: the layers whose representations to return, from 0 (embedding) to `n_layers`; by default the last.
-                Blocks after the highest of these layers run only for `logits_at` or an empty `layers`.
+                Blocks after the highest of these layers run only if `logits_at` is given or `layers` is empty.
             logits_at: int64 [P], indices in the pack of the tokens that get LM logits; None for no logits.
             on_attention: see `esmshard.model.attention.OnAttention`.
         """
@@ -157,14 +157,14 @@ class Trunk(nn.Module, ABC):
         return TrunkOutput(representations, logits_PV)
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Compile each block in place, once for packs of any size. Parameter names do not change."""
+        """Compile each block in place, once for batches of any size. Parameter names do not change."""
         for block in self.layers:
             block.compile(dynamic=True, backend=backend)
 
 
 def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
-    """Return the batch that the embedding reads. `SEPARATOR` tokens become glycines, or stay as chain breaks, and each
-    linker adds `chains.gap` to later positions. Heads and losses read the original batch.
+    """Return the batch that the embedding reads. The `SEPARATOR` tokens between chains become glycines, or stay with
+    `linker:break`. Each linker adds `chains.gap` to all later positions. Heads and losses read the original batch.
     """
     if not batch.linked_N:
         return batch

@@ -1,4 +1,4 @@
-"""Opens weight files without running code from them, and describes errors in files."""
+"""Opens weight files without running any code in the files. Error messages say what is wrong with a file."""
 
 import argparse
 import re
@@ -21,19 +21,19 @@ REPLACED = "copy or download it again; a git-LFS pointer needs `git lfs pull`, a
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Reads one tensor or some of its rows, so memory need not hold a second copy of a model."""
+    """Reads a tensor, or only some rows of the tensor, so memory need not hold a second copy of a model."""
 
     shape: torch.Size
     """The shape of the whole tensor."""
     rows: Callable[[slice], torch.Tensor]
-    """A function that reads rows of the tensor."""
+    """The function that reads a slice of the tensor's rows."""
 
     def __call__(self, rows: slice = ALL) -> torch.Tensor:
-        """Return the tensor, or only these rows."""
+        """Read and return the whole tensor, or only the rows in the slice `rows`."""
         return self.rows(rows)
 
     def part(self, part: slice) -> "WeightReader":
-        """Return a reader of only these rows, for a file that joins several of our tensors in one."""
+        """Return a reader of only the rows in `part`, for a file that joins several tensors in one tensor."""
         if part == ALL:
             return self
         part_rows = range(self.shape[0])[part]
@@ -56,7 +56,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, WeightReader]:
-    """Return a reader for each tensor of a safetensors file, by key. Reads only the header of the file."""
+    """Return a reader for each tensor of a safetensors file, by key. This call reads only the header of the file."""
 
     def rows(key: str, rows: slice) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
@@ -72,7 +72,7 @@ def read_safetensors(path: Path) -> dict[str, WeightReader]:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """Read the dictionary in a torch file without running code. Raises `InputError` for a file that holds code."""
+    """Read the dictionary in a torch file without running code. Raises `InputError` for code or an unreadable file."""
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             try:

@@ -1,8 +1,8 @@
-"""Reads weights from files, directories or the Hugging Face hub, or makes random weights; builds models with weights;
-and computes the identity of a model, which `esmshard.json` and checkpoints store as sha256.
+"""Reads weights from files, directories or the Hugging Face hub, or makes random weights. Builds models with weights.
+Computes the identity of a model, which `esmshard.json` and checkpoints store.
 
-`Weights` reads one tensor at a time, by our names, so memory never holds a second copy of a model. Each key of a file
-must be a tensor of the family (`esmshard.model.families`).
+The class `Weights` reads one tensor at a time by name, so memory never holds a second copy of a model. Each key
+of a file must belong to a tensor of the model's family (`esmshard.model.families`).
 """
 
 import hashlib
@@ -35,28 +35,28 @@ from esmshard.progress import say
 from esmshard.vocab import Chains
 
 ABOUT = "esmshard.json"
-"""The file that esmshard writes next to weights, with their sha256, and recipe, data and base of the fine-tuning."""
+"""The file that esmshard writes next to weights. It has the sha256 of the weights, and the recipe of the run."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of one model. A tensor is read from disk when it is used."""
+    """The tensors of one model. Each tensor is read from disk only when this tensor is used."""
 
     config: ModelConfig
     source: str
     """Where the weights come from, for messages: a path, or the words `fresh weights, seed N`."""
     read: Mapping[str, WeightReader]
-    """Readers by our names. The names of a fine-tuned task head begin with `head.`."""
+    """The reader of each tensor, by esmshard's name. The tensors of a fine-tuned task head have names `head.*`."""
     absent: tuple[str, ...] = ()
-    """Parts of the model that the file lacks, `lm_head` or `contact_head`. Their values are random."""
+    """The parts `lm_head` and `contact_head`, if the files lack them. The values of a missing part are random."""
     notices: tuple[str, ...] = ()
     """Sentences about parts of the files that are ignored, such as the head `classifier` of `transformers`."""
     files: tuple[Path, ...] = ()
-    """The weight files, for `identity` and `altered`; empty for fresh weights."""
+    """The weight files, for the functions `identity` and `altered`; empty for new random weights."""
     seed: int | None = None
-    """The seed of fresh weights; None for weights from files."""
+    """The random seed of new weights; None for weights from files."""
     made: str = ""
-    """For an adapter, a digest of what its weight files do not contain: the scales, and the seed of a random base."""
+    """For an adapter, a hash of what the weight files lack: the LoRA scales, and the seed of a random base model."""
 
     @property
     def unlearned(self) -> tuple[str, ...]:
@@ -64,14 +64,14 @@ class Weights:
         return self.absent if self.seed is None else ("lm_head", "contact_head")
 
     def lacking(self, *parts: str) -> list[str]:
-        """Return a sentence about each part that the caller needs and the file lacks. `parts` are the needed parts."""
+        """Return a sentence for each part of the model that is in `parts` (the needed parts) but not in the files."""
         return [f"{self.source}: has no {part}; its output is random" for part in self.absent if part in parts]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.rows(name, ALL)
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Return these rows of a tensor. Raises `InputError` if a value is not finite."""
+        """Return the rows `rows` of the tensor `name`. Raises `InputError` if a value in them is not finite."""
         tensor = self.read[tied(self.config).get(name, name)](rows)
         if not torch.isfinite(tensor).all():
             raise InputError(
@@ -82,15 +82,15 @@ class Weights:
 
     @property
     def head(self) -> dict[str, WeightReader]:
-        """Readers of a fine-tuned task head, without the prefix `head.`; empty without a head."""
+        """The readers of the task head's tensors, by name without the prefix `head.`; empty without a task head."""
         return {name.removeprefix("head."): reader for name, reader in self.read.items() if name.startswith("head.")}
 
     def head_state(self) -> dict[str, torch.Tensor]:
-        """Read the tensors of the task head. Raises `InputError` if a value is not finite."""
+        """Read the tensors of the task head, by name. Raises `InputError` if a value is not finite."""
         return {name: self[f"head.{name}"] for name in self.head}
 
 
-@lru_cache(maxsize=8)  # A large model takes tenths of a second, and callers open the same directory many times.
+@lru_cache(maxsize=8)  # A call takes tenths of a second for a large model, and the same model is opened many times.
 def shapes(config: ModelConfig) -> Mapping[str, torch.Size]:
     """Return the shapes of all parameters and buffers of a model, by name, without memory for their values."""
     with torch.device("meta"):
@@ -98,24 +98,24 @@ def shapes(config: ModelConfig) -> Mapping[str, torch.Size]:
 
 
 def tied(config: ModelConfig) -> Mapping[str, str]:
-    """Return the second name of each shared tensor, with the name under which files store the tensor (`Trunk.tied`)."""
+    """Return `Trunk.tied`: for each tensor with two names, the second name mapped to the name that files use."""
     return family_registry.family_of(config).trunk.tied
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Return the shapes of the tensors in files and checkpoints, by name. A shared tensor is stored under one name."""
+    """Return the shapes of the tensors in files and checkpoints, by name. A tensor with two names is stored once."""
     return {name: shape for name, shape in shapes(config).items() if name not in tied(config)}
 
 
 def fresh(config: ModelConfig, seed: int) -> Weights:
-    """Make new random weights, with the distributions of `Family.initial`. A tensor depends only on the seed and its
-    name, so each rank can compute its own part.
+    """Make new random weights, with the distributions of `Family.initial`. The values of a tensor depend only on the
+    seed and the tensor's name and shape, so each rank can compute its own rows.
     """
     return Weights(config, f"fresh weights, seed {seed}", drawn(config, shapes(config), seed), seed=seed)
 
 
 def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, WeightReader]:
-    """Return readers of random tensors with the `wanted` shapes. In a LoRA, A is Kaiming-uniform and B is 0 (PEFT)."""
+    """Return readers of random tensors with the shapes `wanted`. LoRA A is Kaiming-uniform, and B is 0, as in PEFT."""
 
     @lru_cache(maxsize=1)  # Successive calls read rows of the same tensor.
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
@@ -136,7 +136,7 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
 
 def place(model: str | Path) -> Path:
     """Return the local path of a model: its directory in the package (`SHIPPED`), the directory `model` of a run, the
-    copy of a model from a bucket, or the path `model` itself.
+    copy of a model from a cloud bucket, or simply `model`, if `model` is the path of a model.
     """
     path = _copy_of(url) if (url := remote.address(model)) is not None else Path(model).expanduser()
     if str(model) in SHIPPED and not path.exists():
@@ -147,22 +147,22 @@ def place(model: str | Path) -> Path:
 
 @cache
 def _copy_of(url: str) -> Path:
-    """Copy a model from a bucket, and return the path of the copy. For a run, copy only its directory `model`."""
+    """Copy a model from a cloud bucket, and return the path of the copy. Of a run, copy only the directory `model`."""
     model_of_run = f"{url}/model"
     is_run = not remote.exists(f"{url}/config.json") and remote.exists(f"{model_of_run}/config.json")
     return remote.local(model_of_run if is_run else url)
 
 
 def directory(model: str | Path) -> Path:
-    """Return the result of `place`. If this path does not exist and `model` is a name on the hub, return the path of a
-    copy in the cache, and download it if necessary. Raises `InputError` if the download fails.
+    """Return the local path of a model from `place`. If this path does not exist and `model` is a name on the hub,
+    return the path of a copy in the cache, after a download if necessary. Raises `InputError` if the download fails.
     """
     path = place(model)
     return hub.fetch(str(model)) if not path.exists() and hub.is_name(str(model)) else path
 
 
 def is_far(model: str) -> bool:
-    """Return whether `read` would use the network for this model. This function itself does not."""
+    """Return whether the function `read` would use the network for this model. `is_far` itself uses no network."""
     if remote.address(model) is not None:
         return True
     return hub.is_name(model) and not place(model).exists() and hub.find(model) is None
@@ -188,7 +188,7 @@ def read(model: str) -> Weights:
             return fetched
         if fetched.config != SIZES[name]:
             raise InputError(f"{fetched.source}: its sizes are not those of {name}; download it again")
-        return replace(fetched, config=SIZES[name])  # The files do not contain the window.
+        return replace(fetched, config=SIZES[name])  # Released files do not contain the window.
     if model in SIZES:
         raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
     nearest = ", ".join(get_close_matches(model, SIZES, n=5, cutoff=0.0))
@@ -212,7 +212,7 @@ def _read_directory(path: Path) -> Weights:
         raise InputError(f"{path}: holds no model yet; make a model of it with `{command}`, and give {out}")
     published = path / "data" / "weights"
     if published.is_dir() and (not _has_config(path) or weight_reader.read_json(path / "config.json") == {}):
-        # This is an ESM3, or an ESM-C in the layout of 2024-12.
+        # The directory has an ESM3 model, or an ESM-C model in the layout of 2024-12.
         file = hub.authors_weights([f"data/weights/{file.name}" for file in published.iterdir()])
         if file is None:
             raise InputError(f"{published}: holds no or several language models; give the path of a .pth file")
@@ -221,7 +221,7 @@ def _read_directory(path: Path) -> Weights:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the weight files of a model's directory: pickles only if there are no safetensors."""
+    """Return the paths of the weight files in a model directory: pickle files only if there is no safetensors file."""
     for file in (path / name for name in hub.LAYOUTS):
         if file.is_file() and file.name.endswith(".index.json"):
             with reading(f"{file}", "copy or download the model again"):
@@ -271,7 +271,7 @@ def _read_file(path: Path) -> Weights:
 
 
 def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Weights:
-    """Check all keys except `head.*`. A missing LM head or contact regression gets random values."""
+    """Check names and shapes of all tensors except `head.*`. A missing LM head or contact regression is random."""
     config, readers, files = opened
     for name, first in tied(config).items():
         second, shared = readers.pop(name, None), readers.get(first)
@@ -295,16 +295,16 @@ def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Wei
 
 
 def some(names: Sequence[str]) -> str:
-    """Return a text with the first three names and the number of further tensors."""
+    """Return a text for messages with the first three names and the number of all further tensors."""
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
 
 
 def _read_adapter(path: Path) -> Weights:
-    """Open an adapter: the weights of its base, with the trained tensors instead of the base's tensors.
+    """Open an adapter: return the weights of the base model, changed by the adapter's tensors.
 
-    `adapter_config.json` has the name of the base. If it is a path, it is relative to the working directory, as for
-    PEFT, or to the adapter. If `esmshard.json` records the sha256 of the base, the base is checked.
+    `adapter_config.json` has the name of the base model. If the name is a path, this path is relative to the working
+    directory, as for PEFT, or to the adapter. If `esmshard.json` has the sha256 of the base model, it is checked.
     """
     settings = adapters.read_settings(path)
     about = weight_reader.read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
@@ -330,7 +330,7 @@ def _read_adapter(path: Path) -> Weights:
 
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
-    """Return weights whose model joins several chains as `chains` says. None keeps the setting of the model.
+    """Return the weights for a model that joins chains with the settings `chains`. None keeps the model's settings.
 
     Raises `UsageError` if the model cannot join chains like this. The message begins with `where`, the option or key.
     """
@@ -343,7 +343,7 @@ def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
 
 
 def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Build a model with these weights on one device. Unlike `load_model`, this does not warn about missing parts."""
+    """Build a model with these weights on one device. Only `load_model` warns about missing parts of the model."""
     with torch.device("meta"):
         trunk = family_registry.build(weights.config)
     trunk.to(dtype).to_empty(device=device)
@@ -355,8 +355,8 @@ def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.flo
 
 
 def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Load a language model on one device, in evaluation mode. Warns if logits or contacts are random, because the file
-    has no LM head or no contact regression, and if the sha256 of a file is not the one in `esmshard.json`.
+    """Load a language model on one device, in evaluation mode. Warns about a missing LM head or contact regression
+    (random outputs), about ignored parts of files, and about a weight file whose sha256 differs from `esmshard.json`.
 
     Args:
         model: see `read`.
@@ -371,7 +371,7 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
 
 
 def record(digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entries of `esmshard.json` about weight files. `digests` has their sha256 in the order of writing."""
+    """Return the entries about weight files in `esmshard.json`, from the sha256 of each file in order of writing."""
     joint_digest = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
     return {"weights_sha256": joint_digest, "files": dict(digests)}
 
@@ -392,7 +392,7 @@ def altered(files: Sequence[Path]) -> str | None:
 
 
 def report_altered(files: Sequence[Path]) -> None:
-    """Print the sentence of `altered` to stderr if a weight file has changed."""
+    """Print to stderr the sentence that the function `altered` returns for a weight file that has changed."""
     if sentence := altered(files):
         say(sentence)
 
@@ -403,7 +403,7 @@ def record_of(files: Sequence[Path]) -> dict[str, Any]:
 
 
 def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield the directories of weight files with the content of their `esmshard.json`. Skip damaged files."""
+    """Yield each directory of weight files with the content of its `esmshard.json`, if this file can be read."""
     for folder in dict.fromkeys(file.parent for file in files):
         try:
             about = read_json(folder / ABOUT)
@@ -414,10 +414,10 @@ def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def identity(weights: Weights, name: str) -> dict[str, Any]:
-    """Return the identity of a model. With `adapt.method` lora or head, checkpoints store the base model's identity.
+    """Return the identity of a model: a dictionary with the architecture, the seed of new random weights, and the size
+    and sha256 of each weight file.
 
-    The identity has the architecture, the seed of fresh weights, and the size and sha256 of each weight file. `name` is
-    the name of the model for `read`.
+    With `adapt.method` lora or head, checkpoints store the identity of the base model. `name` is the model for `read`.
     """
     files: dict[str, Any] = {}
     for file in weights.files:

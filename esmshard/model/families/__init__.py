@@ -1,1 +1,1 @@
-"""Families of models: one module for each family, the class `Family`, and the registry."""
+"""The model families (ESM-2, ESM-C, ...): one module for each family, the class `Family`, and a registry."""

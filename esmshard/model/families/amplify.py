@@ -1,7 +1,7 @@
-"""AMPLIFY over packed sequences, and its file format.
+"""The model family AMPLIFY over packed sequences, and its file format.
 
-All outputs must equal those of the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08), a class for
-`transformers` in the repositories of the weights. `tests/parity/` compares them. Files join the matrices gate and up.
+All outputs must equal the outputs of the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08), which
+is a class for `transformers`. `tests/parity/` compares the outputs. Files join the matrices gate and up in one matrix.
 """
 
 import re
@@ -34,7 +34,7 @@ VOCABULARY = ("<pad>", "<unk>", "<mask>", "<bos>", "<eos>", "|", *"LAGVSERTIDPKQ
 """The tokens of AMPLIFY in the order of the rows of the embedding (`conf/tokenizer/amplify_vocab.txt`)."""
 
 _RENAMED = {"<cls>": "<bos>", "<null_1>": "|"}
-"""Tokens of `esmshard.vocab` that have another name in AMPLIFY, with this name."""
+"""Tokens of `esmshard.vocab` that have another name in AMPLIFY, mapped to the name in AMPLIFY."""
 
 ROWS: tuple[int | None, ...] = tuple(
     VOCABULARY.index(name) if (name := _RENAMED.get(token, token)) in VOCABULARY else None for token in TOKENS
@@ -43,13 +43,13 @@ ROWS: tuple[int | None, ...] = tuple(
 as `<unk>`."""
 
 CODE = "chandar-lab/AMPLIFY_350M--amplify"
-"""The repository and the module of the authors' code on the hub, as in `auto_map`."""
+"""The repository on the hub and the module with the authors' code, as in the key `auto_map` of `config.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifyConfig(EsmcConfig):
-    """The architecture of an AMPLIFY model. All have the same vocabulary, RMSNorm with eps 1e-5, interleaved rotary
-    positions of base 10000, and blocks without biases.
+    """The architecture of an AMPLIFY model. All AMPLIFY models have the same vocabulary, RMSNorm with eps 1e-5,
+    interleaved rotary positions of base 10000, and blocks without biases.
     """
 
     family: ClassVar[str] = "amplify"
@@ -63,7 +63,7 @@ class AmplifyConfig(EsmcConfig):
 
     @property
     def ffn_width(self) -> int:
-        """Width of gate and up: in released models, 8/3 of the model's width, rounded up to a multiple of 8."""
+        """Rows of the matrices gate and up; in released models 8/3 of the width D, rounded up to a multiple of 8."""
         return (8 * self.dim // 3 + 7) // 8 * 8 if self.ffn is None else self.ffn
 
     @property
@@ -72,7 +72,7 @@ class AmplifyConfig(EsmcConfig):
 
 
 class AmplifyHead(nn.Module):
-    """The LM head: one linear layer. Its logits are put into the order of `esmshard.vocab`."""
+    """The LM head of AMPLIFY: one linear layer, whose logits are put into the order of `esmshard.vocab`."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class AmplifyHead(nn.Module):
 
 
 class Amplify(ESMC):
-    """The AMPLIFY trunk with its LM head."""
+    """The AMPLIFY language model with its LM head."""
 
     def __init__(self, config: AmplifyConfig) -> None:
         norm = partial(RMSNorm, eps=1e-5)
@@ -97,7 +97,7 @@ class Amplify(ESMC):
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
         """Look up the token embeddings [T, D]. Letters that AMPLIFY lacks get the embedding of `<unk>`."""
-        # A look-up table from tokens to rows would need a buffer.
+        # The rows of the embedding are reordered, because a look-up table from tokens to rows would need a buffer.
         rows, unknown = self.embed_tokens.weight.split(1), VOCABULARY.index("<unk>")  # type: ignore[no-untyped-call]
         table = torch.cat([rows[unknown if row is None else row] for row in ROWS])
         return F.embedding(batch.tokens_T, table)
@@ -116,11 +116,11 @@ _FIXED = {
     "ffn_bias": False,
     "pad_token_id": VOCABULARY.index("<pad>"),
 }
-"""Settings that all released models share. They are the defaults of the authors' code."""
+"""The settings that all released AMPLIFY models share. The authors' code has the same values as defaults."""
 
 
 class AmplifyFamily(Family):
-    """The family of AMPLIFY models."""
+    """The model family with all AMPLIFY models."""
 
     title = "AMPLIFY"
     config = AmplifyConfig
@@ -131,7 +131,7 @@ class AmplifyFamily(Family):
         "amplify_mini": AmplifyConfig(n_layers=6, dim=128, n_heads=8),
         "amplify_120m": _M120,
         "amplify_350m": _M350,
-        # These models have only the first stage of training, with at most 512 tokens of a protein.
+        # These models went through only the first stage of training, with at most 512 tokens of a protein.
         "amplify_120m_base": replace(_M120, window=510),
         "amplify_350m_base": replace(_M350, window=510),
     }
@@ -165,7 +165,7 @@ class AmplifyFamily(Family):
     )
 
     def initial(self, config: AmplifyConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor. Matrices and embedding are uniform from -0.02 to 0.02, as in the authors' code."""
+        """Make the initial tensor `name`. Matrices are uniform from -0.02 to 0.02, as in the authors' code."""
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
         return 0.04 * torch.rand(shape, generator=generator) - 0.02

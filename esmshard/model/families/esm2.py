@@ -1,8 +1,8 @@
-"""ESM-2, ESM-1b and ESM-1v over packed sequences, the base classes of SaProt, and the file formats of `transformers`
-and fair-esm. Our names of tensors are the names of fair-esm.
+"""The models ESM-2, ESM-1b and ESM-1v over packed sequences, the base classes of SaProt, and the file formats of
+`transformers` and fair-esm. The names of tensors in esmshard are the names of fair-esm.
 
-ESM-1b and ESM-1v have learned positions. All outputs must equal those of fair-esm 2.0.0 (`esm/model/esm2.py`,
-`esm1.py`). `tests/parity/` compares them. `esmshard.batch` explains the letters of tensor names.
+ESM-1b and ESM-1v have learned positions. All outputs must equal the outputs of fair-esm 2.0.0 (`esm/model/esm2.py`,
+`esm1.py`). `tests/parity/` compares the outputs. `esmshard.batch` explains the letters of tensor names.
 """
 
 import argparse
@@ -44,13 +44,13 @@ MASK_RATIO_TRAINED = 0.15 * 0.8
 """
 
 TIED = "lm_head.weight"
-"""The name of the matrix of the LM head. It is the same tensor as `embed_tokens.weight`."""
+"""The name of the matrix of the LM head. This matrix is the same tensor as `embed_tokens.weight`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmConfig(ModelConfig):
-    """The architecture of an ESM-2, or with `max_positions` of an ESM-1b or ESM-1v. All have a feed-forward part of 4
-    times the width, exact gelu, and a LayerNorm with eps 1e-5 before each part.
+    """The architecture of an ESM-2 model or, with `max_positions`, of an ESM-1b or ESM-1v model. All have exact gelu, a
+    feed-forward part of 4 times the model's width, and LayerNorms with eps 1e-5 before attention and feed-forward part.
     """
 
     family: ClassVar[str] = "esm2"
@@ -119,7 +119,7 @@ class TransformerLayer(TrunkBlock):
 
 
 class LMHead(nn.Module):
-    """The masked-language-model head. Its matrix `weight` is the token embedding."""
+    """The masked-language-model head of ESM-2. Its matrix `weight` is the matrix of the token embedding."""
 
     def __init__(self, dim: int, weight: torch.Tensor) -> None:
         super().__init__()
@@ -134,7 +134,7 @@ class LMHead(nn.Module):
 
 
 class ESM2(Trunk):
-    """The ESM-2 trunk with LM head and contact head."""
+    """The language model ESM-2, ESM-1b or ESM-1v, with LM head and contact regression."""
 
     tied: ClassVar[Mapping[str, str]] = {TIED: "embed_tokens.weight"}
     make_lm_head: ClassVar[type[LMHead]] = LMHead
@@ -160,7 +160,7 @@ class ESM2(Trunk):
         self.lm_head.weight = self.embed_tokens.weight
 
     def rows(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the row of the embedding of each token, int64 [T]."""
+        """Return for each token its row in the embedding table, int64 [T]."""
         return batch.tokens_T
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
@@ -199,7 +199,7 @@ def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch
 
 
 class EsmFamily(Family):
-    """The base of families whose directories `EsmForMaskedLM` of `transformers` 4 and 5 reads."""
+    """The base of model families whose directories the class `EsmForMaskedLM` of `transformers` 4 and 5 reads."""
 
     config: ClassVar[type[EsmConfig]]
     model_types = ("esm",)
@@ -229,7 +229,7 @@ class EsmFamily(Family):
     )
 
     def initial(self, config: EsmConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor of a new model.
+        """Make the initial values of the tensor `name` in a new model.
 
         Linear layers are Xavier-uniform, with gain 1/sqrt 2 for q, k and v, as in fair-esm. Embedding and learned
         positions are normal with standard deviation 0.02, so the logits of a new model are small.
@@ -246,7 +246,7 @@ class EsmFamily(Family):
 
     def pieces(self, key: str, config: EsmConfig) -> tuple[Piece, ...]:
         if not re.match(r"(esm|lm_head|head)\.", key):
-            key = "esm." + key  # The file is of an EsmModel without LM head.
+            key = "esm." + key  # The file is of the class `EsmModel`, which has no LM head.
         if re.match(r"esm\.embeddings\.position_ids$|esm\.pooler\.", key):
             return ()  # The pooler was never trained.
         if config.rotary and key == self.names.theirs("embed_positions.weight"):
@@ -254,7 +254,7 @@ class EsmFamily(Family):
         # transformers 5 writes LayerNorms under names from old TensorFlow files.
         key = re.sub(r"(LayerNorm|layer_norm)\.gamma$", r"\1.weight", key)
         key = re.sub(r"(LayerNorm|layer_norm)\.beta$", r"\1.bias", key)
-        # All layers share one table. Its key is at the top level, or contains a literal `layer.*` (transformers 5.23).
+        # All layers share one table of frequencies, with a key at the top level or with `layer.*` (transformers 5.23).
         if re.search(r"(^esm\.|layer\.\*.*)rotary_embeddings\.inv_freq$", key):
             return tuple(Piece(f"layers.{n}.self_attn.rot_emb.inv_freq") for n in range(config.n_layers))
         return (Piece(self.names.ours(key)),)
@@ -336,7 +336,7 @@ class FairEsmFile(AuthorsFile):
     """The format of fair-esm: a `.pt` file, and a second file with the contact regression."""
 
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
-        """Return the path of the `.pt` file. Its name begins with the architecture, because fair-esm reads it there."""
+        """Return the path of the `.pt` file. The file name begins with the architecture, which fair-esm reads there."""
         architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
         named = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
         return directory / (f"{stem}.pt" if named else f"{architecture}_{stem}.pt")
@@ -366,7 +366,7 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
 
 
 class Esm2Family(EsmFamily):
-    """The family of ESM-2, ESM-1b and ESM-1v models."""
+    """The model family with the models ESM-2, ESM-1b and ESM-1v."""
 
     title = "ESM-2"
     config = EsmConfig
@@ -410,7 +410,7 @@ FAMILY = Esm2Family()
 
 
 def config_of_fair_esm(data: Mapping[str, Any]) -> EsmConfig:
-    """Return the architecture from the content of a fair-esm `.pt` file. Raises `ValueError` with the reason."""
+    """Return the architecture from the content of a fair-esm `.pt` file. Raises `ValueError` for other content."""
     cfg = data.get("cfg")
     settings = data["args"] if "args" in data else cfg.get("model") if isinstance(cfg, dict) else None
     if isinstance(settings, argparse.Namespace):

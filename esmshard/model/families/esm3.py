@@ -1,14 +1,15 @@
-"""ESM3 over packed sequences, its file formats, and its encoder of structure tokens. Coordinates and structure tokens
-are tracks of a batch. All other inputs of ESM3, such as secondary structure, are always unknown.
+"""The model family ESM3 over packed sequences, its file formats, and its encoder of structure tokens. Coordinates and
+structure tokens are tracks of a batch. All other inputs of ESM3, such as secondary structure, are set to unknown.
 
-All outputs must equal those of `esm` 3.4.1 (`esm/models/esm3.py`), which computes one protein at a time.
-`tests/parity/test_esm3.py` compares them. `esmshard.batch` explains the letters of tensor names.
+All outputs must equal the outputs of `esm` 3.4.1 (`esm/models/esm3.py`), which computes one protein at a time.
+`tests/parity/test_esm3.py` compares the outputs. `esmshard.batch` explains the letters of tensor names.
 
-In geometric attention, residues attend to each other by the positions and directions of their backbones. N, CA and C of
-a residue define its frame. Each head rotates a query vector and a key vector by the frames of two residues. Attention
-increases with the dot product of the two vectors. The head also places a query point and a key point in the two frames.
-Attention decreases with the distance of the two points. The weighted sum of value vectors is rotated back into the
-frame of the query's residue. The reference is `GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
+In geometric attention, residues attend to each other by the positions and directions of their backbones. The atoms N,
+CA and C define the frame (coordinate system) of a residue. Each head rotates a query vector and a key vector by
+the frames of two residues. Attention increases with the dot product of the two vectors. The head also puts a query
+point and a key point into the two frames. Attention decreases with the distance of the points. The weighted sum of
+value vectors is rotated back into the frame of the query's residue. The reference is the class
+`GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
 
 `transformers` has no ESM3. Only esmshard can read the directories that it writes, which have the authors' names of
 tensors and a `config.json` with the `model_type` `esm3`. `ESM3_FILE` writes a file for the authors' code.
@@ -50,9 +51,9 @@ from esmshard.vocab import CLS, EOS, PAD, SEPARATOR, Track
 STRUCTURE_TOKENS = 4096
 """Number of structure tokens. A structure token is a code for the structure around a residue."""
 STRUCTURE_MASK = STRUCTURE_TOKENS
-"""The entry of a residue with an unknown structure."""
+"""The structure token of a residue whose structure is unknown."""
 STRUCTURE_SPECIAL = {token: STRUCTURE_MASK + 1 + n for n, token in enumerate((EOS, CLS, PAD, SEPARATOR))}
-"""The structure token for each special token of the sequence."""
+"""The structure token that belongs to each special token of the sequence, such as `<cls>`."""
 TABLES = {
     "structure_tokens_embed": STRUCTURE_TOKENS + 5,
     "ss8_embed": 8 + 3,
@@ -61,9 +62,10 @@ TABLES = {
 }
 """Number of rows of the embedding tables of all inputs except sequence and functions, by the authors' names."""
 FUNCTIONS, FUNCTION_ROWS = 8, 260
-"""Number of tables of function tokens, and number of rows of each. The width of a table is 1/8 of the model's width."""
+"""Number of embedding tables for function tokens, and number of rows of a table. Tables have 1/8 of the model's width.
+"""
 PLDDT_BINS = 16
-"""Number of radial basis functions that describe a pLDDT."""
+"""Number of radial basis functions that describe a pLDDT (the confidence of a predicted structure)."""
 HEADS = {
     "structure_head": STRUCTURE_TOKENS,
     "ss8_head": TABLES["ss8_embed"],
@@ -71,17 +73,17 @@ HEADS = {
     "function_head": FUNCTIONS * FUNCTION_ROWS,
     "residue_head": TABLES["residue_embed"],
 }
-"""Number of columns of all output heads except the sequence's, by the authors' names."""
+"""Number of columns of each output head except the LM head of the sequence, by the authors' names."""
 COORDINATES, STRUCTURE = "coordinates", "structure_tokens"
-"""Names of the tracks that the models read."""
+"""The names of the two tracks that ESM3 models read."""
 FARTHEST = 1e6
-"""Larger coordinates, in Ångström, count as unknown, as in the authors' code."""
+"""Coordinates from this number of Ångström on count as unknown, as in the authors' code."""
 AT_ONCE = 2**21
-"""Maximum size of the matrices that are computed at once, in pairs of residues times heads: 8 MiB each in fp32."""
+"""Maximum number of entries, pairs of residues times heads, of a matrix in geometric attention: 8 MiB in fp32."""
 _SOFTNESS = 3**-0.5
 NEIGHBOURS = 16
 FARTHEST_POSITION = 32
-"""Maximum distance in the sequence between neighbours. Larger distances count as this number."""
+"""Maximum distance in the sequence between two residues in the encoder. Larger distances count as this number."""
 RESIDUES_AT_ONCE = 256
 """Number of residues that the encoder computes at once: 128 MiB for the widest matrix of the released encoder."""
 
@@ -96,18 +98,18 @@ class Esm3Config(EsmcConfig):
     """Number of heads of the geometric attention in the first block."""
 
     def kept_with(self, track: str) -> int:
-        """For coordinates, count the numbers that geometric attention keeps for the backward pass: its input before and
-        after the norm, the vectors, and the input of the last matrix.
+        """For the track `coordinates`, return how many numbers per token geometric attention keeps for the backward
+        pass: the input before and after the norm, the vectors, and the input of the last matrix.
         """
         return 2 * self.dim + 18 * self.v_heads if track == COORDINATES else 0
 
 
 def frames(coordinates_T33: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the frames of the residues: rotations [T, 3, 3], origins [T, 3] in Ångström, and which are known [T].
+    """Return the frames of residues: rotations [T, 3, 3], origins [T, 3] in Ångström, and a mask [T] of known frames.
 
     The first axis points from C to CA. The second axis lies in the plane of the three atoms on the side of N. CA is the
-    origin. Unknown rotations and origins are 0. The authors' code gives unknown residues a mean frame, with the same
-    outputs, because these residues neither attend nor are attended to.
+    origin. Unknown rotations and origins are 0. The authors' code gives unknown residues a mean frame. The outputs are
+    the same, because unknown residues neither attend nor are attended to.
 
     Args:
         coordinates_T33: N, CA and C of each residue in Ångström; NaN for unknown coordinates.
@@ -128,7 +130,7 @@ def _of_length_1(x_T3: torch.Tensor) -> torch.Tensor:
 class GeometricAttention(nn.Module):
     """Geometric attention between the residues of each sequence, with the authors' names of parameters.
 
-    Without biases, the output of a residue without coordinates is exactly 0. No other residue attends to it.
+    With `bias=False`, the output of a residue without coordinates is exactly 0. No residue attends to such a residue.
     """
 
     def __init__(self, dim: int, v_heads: int, *, bias: bool = False) -> None:
@@ -181,8 +183,8 @@ def _gathered(
     known_L: torch.Tensor,
     queries: slice,
 ) -> torch.Tensor:
-    """Return the output vectors [P, H, 3] of the P residues `queries` of one sequence for H heads, each in the frame of
-    its residue. If no residue is known, all weights are equal.
+    """Return the attention output [P, H, 3] of the P residues `queries` of one sequence for H heads. Each vector is in
+    the frame of its residue. If no residue of the sequence has coordinates, all attention weights are equal.
     """
     turned_LN3 = vectors_L5H3.flatten(1, 2).float() @ rotation_L33.mT
     q_HL3, k_HL3, v_HL3, far_q_HL3, far_k_HL3 = turned_LN3.view(vectors_L5H3.shape).permute(1, 2, 0, 3).unbind(0)
@@ -198,7 +200,7 @@ def _gathered(
 
 class OtherTracks(nn.Module):
     """The embeddings of structure tokens, pLDDT, secondary structure, accessibility, functions and annotations, with
-    the authors' names of parameters. Only structure tokens can be known.
+    the authors' names of parameters. All inputs except structure tokens are always unknown.
     """
 
     def __init__(self, dim: int) -> None:
@@ -214,7 +216,7 @@ class OtherTracks(nn.Module):
 
     def forward(self, tokens_T: torch.Tensor, structure_T: torch.Tensor | None) -> torch.Tensor:
         """Return the sum of these embeddings, [T, D]. As in the authors' code, the average pLDDT is 1, the pLDDT of
-        each residue is 0, and all inputs except structure tokens are pads.
+        each residue is 0, and all other inputs except structure tokens are padding.
 
         Args:
             tokens_T: the tokens of the sequence.
@@ -243,13 +245,13 @@ def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
 
 
 class ESM3(ESMC):
-    """The ESM3 trunk with the LM head of the sequence. The model also has all other parameters of the released file, so
+    """The ESM3 model with the LM head of the sequence. The class also has all other parameters of the released file, so
     that esmshard can write the whole file.
 
     If batches have coordinates, geometric attention learns. If batches have structure tokens, their embedding learns.
-    All other parameters in `never_learns` are frozen. Most of them change no output. The embeddings of unknown inputs
-    do, but the token embedding can learn the same change. In each of these tables only one row would get a gradient,
-    and weight decay would shrink all other rows.
+    All other parameters in `never_learns` are frozen. Most of these parameters change no output. The embeddings of
+    unknown inputs change outputs, but the token embedding can learn the same change. In each embedding of an unknown
+    input, only one row would get a gradient, and weight decay would shrink all other rows.
     """
 
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.", "geom_attn.", "other_tracks.", "other_heads.")
@@ -262,7 +264,7 @@ class ESM3(ESMC):
         d = config.dim
         super().__init__(config)
         self.other_tracks = OtherTracks(d)
-        # This belongs to the first block, but is outside it, because sharding, planner and offload need equal blocks.
+        # The first block uses this module, but does not contain it, because sharding and offload need equal blocks.
         self.geom_attn = GeometricAttention(d, config.v_heads)
         self.other_heads = nn.ModuleDict({name: UntiedLMHead(d, rows) for name, rows in HEADS.items()})
 
@@ -273,8 +275,8 @@ class ESM3(ESMC):
     def run_block(
         self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
     ) -> torch.Tensor:
-        """Apply block `index` to x [T, D]. If the batch has coordinates, the first block has geometric attention. This
-        holds even if all coordinates are unknown, so that all ranks have gradients of the same parameters.
+        """Apply block `index` to x [T, D]. The first block has geometric attention if the batch has the track
+        `coordinates`, even with unknown values only. So all ranks have gradients of the same parameters.
         """
         if index or COORDINATES not in batch.tracks:
             return super().run_block(index, x_TD, batch, on_attention)
@@ -286,7 +288,7 @@ class ESM3(ESMC):
 
 
 class _EncoderBlock(nn.Module):
-    """Geometric attention and a gated feed-forward part, with the authors' names of parameters."""
+    """A block of the encoder: geometric attention and a gated part, with the authors' names of parameters."""
 
     def __init__(self, dim: int, v_heads: int, ffn_width: int) -> None:
         super().__init__()
@@ -301,7 +303,7 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder of structure tokens, without parts for its training. `codes` is (number C, width Z) of its codes."""
+    """The encoder of structure tokens, without parts for its training. `codes` is number C and width Z of codes."""
 
     codes_CZ: torch.Tensor
 
@@ -324,7 +326,7 @@ class StructureEncoder(nn.Module):
         return (self.codes_CZ.square().sum(1) - 2 * z_LZ @ self.codes_CZ.t()).argmin(1)
 
     def described(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
-        """Return a vector for each residue, [L, Z]. The code with the nearest vector becomes the structure token."""
+        """Return a vector for each residue, [L, Z]. The code nearest to this vector becomes the structure token."""
         # Residues without coordinates are never neighbours of other residues.
         place_N = frames(coordinates_L33)[2].nonzero().flatten()
         known_N33 = coordinates_L33[place_N].to(self.codes_CZ.dtype)
@@ -357,13 +359,13 @@ class StructureEncoder(nn.Module):
 
 @lru_cache(maxsize=1)
 def read_encoder(path: Path) -> StructureEncoder:
-    """Read `esm3_structure_encoder_v0.pth`, and keep it in memory. Raises `InputError` for another file."""
+    """Read the file `esm3_structure_encoder_v0.pth`, and cache the encoder. Raises `InputError` for another file."""
     tensors = {
         re.sub(r"^relative_positional_embedding\.embedding\.", "positions.", name)
         .replace("transformer.blocks.", "blocks.")
         .replace("codebook.embeddings", "codes_CZ"): reader()
         for name, reader in weight_reader.read_tensors(path).items()
-        if name not in ("codebook.N", "codebook.z_avg")  # Only training needs these.
+        if name not in ("codebook.N", "codebook.z_avg")  # Only the training of the encoder needs these two.
     }
     try:
         encoder = StructureEncoder(
@@ -429,7 +431,7 @@ model.load_state_dict(state)""",
 
 
 class Esm3Family(Family):
-    """The family of ESM3 models."""
+    """The model family with all ESM3 models."""
 
     title = "ESM3"
     config = Esm3Config
@@ -469,7 +471,7 @@ class Esm3Family(Family):
     )
 
     def initial(self, config: Esm3Config, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor of a new model. Scales of geometric attention are 0."""
+        """Make the initial tensor `name` of a new model: 0 for scales of geometric attention, else as in `Family`."""
         if name.endswith("_scale_per_head"):
             return torch.zeros(shape)
         return super().initial(config, name, shape, generator)

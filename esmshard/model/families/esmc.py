@@ -1,13 +1,13 @@
-"""ESM-C (ESM Cambrian) over packed sequences, its file formats, and the base classes of ESM3 and AMPLIFY: blocks with a
-gated feed-forward part and without biases.
+"""The model family ESM-C (ESM Cambrian) over packed sequences, its file formats, and the base classes of ESM3 and
+AMPLIFY. All have blocks with a gated feed-forward part and without biases.
 
-All outputs must equal those of `transformers` 5.23 (`models/esmc/modeling_esmc.py`). `tests/parity/` compares them.
-`esmshard.batch` explains the letters of tensor names.
+All outputs must equal the outputs of `transformers` 5.23 (`models/esmc/modeling_esmc.py`). `tests/parity/` compares
+the outputs. `esmshard.batch` explains the letters of tensor names.
 
-Four file layouts have the same tensors. `transformers` from 5.16 on writes one key for each of our tensors. Authors'
-files of 2026-05 and of 2024-12 join the matrices of queries, keys and values in one tensor, and gate and up in another,
-under different names. ESM++ files have the names of 2024-12. `EsmcFamily.pieces` reads all layouts, because no key is
-ambiguous. esmshard writes only the layout of `transformers`, which the authors' code can read from version 3.4 on.
+Four file layouts have the same tensors. `transformers` from 5.16 on writes each tensor of esmshard by itself. The
+authors' files join the matrices of queries, keys and values in one tensor, and gate and up in another. Files of 2026-05
+and of 2024-12 have different names. ESM++ files have the names of 2024-12. `EsmcFamily.pieces` reads all four layouts.
+esmshard writes only the layout of `transformers`, which the authors' code can read from version 3.4 on.
 """
 
 import re
@@ -40,7 +40,7 @@ from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import CLS, EOS, MASK, PAD, SEPARATOR, TOKENS, UNK
 
 ROWS = 64
-"""Number of rows of the embedding and of columns of the logits of ESM-C and ESM3. Only the first 33 are tokens."""
+"""Number of rows of the embedding, and number of logits, in ESM-C and ESM3. Only the first 33 rows are tokens."""
 
 HEAD = 64
 """Width of an attention head in every published ESM-C and ESM3. The shapes of tensors do not reveal this number."""
@@ -48,27 +48,27 @@ HEAD = 64
 
 @dataclass(frozen=True, kw_only=True)
 class EsmcConfig(ModelConfig):
-    """The architecture of an ESM-C model. All have the same vocabulary, a LayerNorm for queries and keys, rotary
-    positions of base 10000, and eps 1e-5. Subclasses override the differences of other families.
+    """The architecture of an ESM-C model. All ESM-C models have the same vocabulary, a LayerNorm for queries and keys,
+    rotary positions of base 10000, and eps 1e-5. Subclasses for other model families override what differs.
     """
 
     family: ClassVar[str] = "esmc"
     gated: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = True
     chain_break: ClassVar[bool] = True
-    """True: `|` is a token of ESM-C, although ESM-C was never trained on it (Biohub/esm#166)."""
+    """True, because ESM-C has a chain-break token `|`, although ESM-C was never trained on it (Biohub/esm#166)."""
 
     ffn: int | None = None
     """Width of the feed-forward part; None for the formula of released models (`ffn_width`)."""
 
     @property
     def n_logits(self) -> int:
-        """Number of rows of the embedding. In the authors' loss, too, each row has a logit."""
+        """Number of rows of the embedding table. Each row has a logit, as in the authors' loss."""
         return ROWS
 
     @property
     def ffn_width(self) -> int:
-        """Width of gate and up: in released models, 8/3 of the model's width, rounded up to a multiple of 256."""
+        """Rows of the matrices gate and up; in released models 8/3 of the width D, rounded up to a multiple of 256."""
         return (8 * self.dim // 3 + 255) // 256 * 256 if self.ffn is None else self.ffn
 
     @property
@@ -85,7 +85,7 @@ class EsmcConfig(ModelConfig):
 
 def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up, [T, F]. Only gate and up are kept for the backward pass."""
-    if torch.compiler.is_compiling():  # The compiler chooses what to keep.
+    if torch.compiler.is_compiling():  # The compiler itself chooses what to keep for the backward pass.
         return F.silu(gate_TF) * up_TF
     if not torch.is_grad_enabled():
         return F.silu(gate_TF, inplace=True).mul_(up_TF)
@@ -94,7 +94,7 @@ def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """silu(gate) * up. Autograd itself would also keep silu(gate), a third of the memory of the feed-forward part."""
+    """The product silu(gate) * up. Plain autograd would also keep silu(gate), a third of the feed-forward memory."""
 
     @staticmethod
     def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
@@ -112,8 +112,8 @@ class _Gated(torch.autograd.Function):
 class RMSNorm(nn.RMSNorm):
     """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32.
 
-    On a GPU, torch has one kernel for this. On other devices, torch would use several operations and keep two more
-    vectors for the backward pass, so `_RMSNorm` replaces them.
+    On a GPU, torch computes this formula in one kernel. On other devices, torch would use several operations and keep
+    two more vectors for the backward pass, so the class `_RMSNorm` replaces torch's operations.
     """
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -149,9 +149,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class GatedLayer(TrunkBlock):
-    """A block of rotary attention and a gated feed-forward part (SwiGLU), with a norm before each.
+    """A block of rotary attention and a gated feed-forward part (SwiGLU), with a norm before each of the two.
 
-    `norm(width)` makes a norm, and `RotaryEmbedding` explains `interleaved`.
+    The function `norm` makes a norm for a width. `RotaryEmbedding` explains the argument `interleaved`.
     """
 
     def __init__(self, config: EsmcConfig, norm: Callable[[int], nn.Module], interleaved: bool) -> None:
@@ -174,7 +174,7 @@ class GatedLayer(TrunkBlock):
         on_attention: OnAttention | None = None,
         between: Between | None = None,
     ) -> torch.Tensor:
-        """Map x [T, D] to [T, D]. After attention, the block adds `branch_scale` times the result of `between`."""
+        """Map x [T, D] to [T, D]. After attention, add `branch_scale` times the result of the function `between`."""
         on_qk = partial(on_attention, layer) if on_attention is not None else None
         y_TD = self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
         x_TD = torch.add(x_TD, y_TD, alpha=self.branch_scale)
@@ -200,8 +200,8 @@ class UntiedLMHead(nn.Module):
 
 
 class ESMC(Trunk):
-    """The ESM-C trunk: token embedding, gated blocks, a norm, LM head and contact regression. No released file has a
-    contact regression. `GatedLayer` explains `norm` and `interleaved`.
+    """The ESM-C language model: token embedding, gated blocks, a norm, LM head and contact regression. No released file
+    has a contact regression. The class `GatedLayer` explains the arguments `norm` and `interleaved`.
     """
 
     config: EsmcConfig
@@ -240,17 +240,17 @@ AUTHORS = Names(
     },
     others={"layer_norm_after.": "transformer.norm."},
 )
-"""The names of tensors that the authors' files of ESM-C of 2024-12 and of ESM3 share."""
+"""The names of tensors in the authors' files of ESM3, and in the authors' files of ESM-C from 2024-12."""
 
 LM_HEAD = {"0": "dense", "2": "layer_norm", "3": "decoder"}
-"""Our names of the layers of an LM head, by their index in the authors' `nn.Sequential`."""
+"""esmshard's names of the layers of an LM head, by the index of the layer in the authors' `nn.Sequential`."""
 
 JOINED = {
     "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "ffn.1.weight": ("gate.weight", "up.weight"),
 }
-"""Tensors in files that join several of our tensors along the rows, each with our names. Joined tensors are equally
-large."""
+"""The names of joined tensors in files, mapped to esmshard's names of the tensors that are joined along the rows. All
+tensors that are joined in one tensor have equally many rows."""
 
 _OF_2026 = {
     "layernorm_qkv.layer_norm_": "layernorm_qkv.0.",
@@ -259,11 +259,11 @@ _OF_2026 = {
     "ffn.fc1_weight": "ffn.1.weight",
     "ffn.fc2_weight": "ffn.3.weight",
 }
-"""Parts of names of tensors in files of 2026-05, mapped to those in files of 2024-12."""
+"""Parts of the names of tensors in files of 2026-05, mapped to the matching parts in files of 2024-12."""
 
 
 def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
-    """Return which of our tensors the authors' files store under this key; see `Family.pieces`."""
+    """Return which of esmshard's tensors the authors' files store under this key, as in `Family.pieces`."""
     for new, old in _OF_2026.items():
         key = key.replace(new, old)
     match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)
@@ -277,8 +277,8 @@ def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tupl
 
 
 def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict[str, Any]:
-    """Return the numbers of layers and heads and the width of a published model. `keys` are the keys of its file, and
-    `table` and `shape` are key and shape of its token embedding. Raises `ValueError` for an unexpected shape.
+    """Return number of layers, width and number of heads of a published model. `keys` are the keys of the model's file.
+    `table` and `shape` are key and shape of the token embedding. Raises `ValueError` for an unexpected shape.
     """
     if len(shape) != 2 or shape[0] != ROWS or shape[1] % HEAD:
         raise ValueError(f"its {table} is {list(shape)}, and {ROWS} rows of a multiple of {HEAD} are expected")
@@ -287,7 +287,7 @@ def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict
 
 
 def write_tokenizer(directory: Path, vocabulary: Sequence[str], roles: Mapping[str, str], name: str) -> None:
-    """Write the files of a tokenizer of single letters for `transformers.AutoTokenizer`.
+    """Write the files of a tokenizer for `transformers.AutoTokenizer`. Each letter is a token.
 
     Args:
         directory: an existing directory.
@@ -319,7 +319,7 @@ _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 
 class EsmcFamily(Family):
-    """The family of ESM-C models."""
+    """The model family with all ESM-C models."""
 
     title = "ESM-C"
     config = EsmcConfig
@@ -360,7 +360,7 @@ class EsmcFamily(Family):
         # The key is an empty entry of TransformerEngine, or a buffer of `transformers` that is not needed.
         if bare.endswith("._extra_state") or bare == "rotary_emb.original_inv_freq":
             return ()
-        if bare == "rotary_emb.inv_freq":  # All layers share one table.
+        if bare == "rotary_emb.inv_freq":  # All layers share one table of rotary frequencies.
             return tuple(Piece(f"layers.{n}.self_attn.rot_emb.inv_freq") for n in range(config.n_layers))
         if bare.startswith("transformer."):
             return authors_pieces(bare, config)
@@ -412,7 +412,7 @@ class EsmcFamily(Family):
         write_tokenizer(directory, names, {role: names[n] for role, n in roles.items()}, "EsmcTokenizer")
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Return the model in a `.pth` file of 2024-12. Its sizes follow from the shapes of its tensors."""
+        """Return the model in a `.pth` file of 2024-12; None for other files. The tensors' shapes give the sizes."""
         table = data.get("embed.weight")
         if table is None or not any(str(key).startswith("transformer.blocks.") for key in data):
             return None

@@ -1,4 +1,4 @@
-"""`Family`: everything that the rest of the package needs to know about a family of models."""
+"""Defines `Family`, which tells the rest of the package all about one model family, such as ESM-2 or ESM-C."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ from esmshard.model.weight_reader import WeightReader
 from esmshard.vocab import Track
 
 Encoder = Callable[[Path, npt.NDArray[np.float32], torch.device], npt.NDArray[np.int64]]
-"""The type of `encoder(weight_file, coordinates_L33, device)`, which returns codes [L]. Coordinates are in Ångström."""
+"""The type of a function `encoder(weight_file, coordinates_L33 in Ångström, device)` that returns codes [L]."""
 
 
 @dataclass(frozen=True)
 class Released:
-    """A model that its authors published."""
+    """A released model: the repository, licence, copyright holder and publication of the model."""
 
     repository: str
-    """OWNER/NAME on the Hugging Face hub."""
+    """The repository on the Hugging Face hub, as OWNER/NAME."""
     licence: str
     """The licence of the weights: its SPDX name in lower case, as on the hub."""
     holder: str
-    """The holder of the copyright."""
+    """The holder of the copyright of the weights."""
     paper: str
-    """The publication: authors, year, journal and DOI or address."""
+    """The publication about the model: authors, year, journal and DOI or address."""
 
 
 class Piece(NamedTuple):
-    """Where a file stores one of our tensors: the rows `rows` of the tensor under a key."""
+    """One of esmshard's tensors, and the rows of this tensor in a tensor of a file. By default, all rows."""
 
     name: str
-    """Our name of the tensor."""
+    """esmshard's name of the tensor."""
     rows: slice = slice(None)
 
 
 @dataclass(frozen=True)
 class Names:
-    """Translates between our names of tensors and the names in one layout of files."""
+    """Translates between esmshard's names of tensors ("our names") and the names in one layout of files."""
 
     block: str
-    """The file's text before the number of a block; our text is `layers.`."""
+    """The text before the number of a block in the names of files. In esmshard's names, this text is `layers.`."""
     in_block: Mapping[str, str]
-    """Our names of the modules of a block, mapped to the names in files."""
+    """esmshard's names of the modules of a block, mapped to the names in files."""
     others: Mapping[str, str]
-    """For tensors outside blocks, our prefixes mapped to the prefixes in files. The first match counts."""
+    """For tensors outside blocks, esmshard's prefixes mapped to the prefixes in files. The first match counts."""
 
     def theirs(self, name: str) -> str | None:
-        """Return the name in files for our name of a tensor; None if files do not have this tensor of a block."""
+        """Return the name in files for esmshard's name of a tensor; None for a block's tensor that files lack."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name):
             module = self.in_block.get(match[2])
             return module and f"{self.block}{match[1]}.{module}.{match[3]}"
         return _moved(name, self.others)
 
     def ours(self, key: str) -> str:
-        """Return our name for the name of a tensor in a file. An unknown name is returned unchanged."""
+        """Return esmshard's name for the name of a tensor in a file. An unknown name is returned unchanged."""
         names = {theirs: ours for ours, theirs in self.in_block.items()}
         match = re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key)
         if match and match[2] in names:
@@ -80,104 +80,104 @@ def _moved(name: str, prefixes: Mapping[str, str]) -> str:
 
 @dataclass(frozen=True)
 class AuthorsFile:
-    """A file format of the authors' code. The file is written by `torch.save`."""
+    """A format of weight files for the code of a model's authors. `torch.save` writes the file."""
 
     use: str
-    """Python code for the model card, which loads the file FILE."""
+    """Python code that loads the weight file, with the word FILE for the path. The model card shows this code."""
     code: str
     """Name and address of the authors' code in Markdown, for the model card."""
     lacks: tuple[str, ...] = ("head.",)
-    """Prefixes of the names of our tensors that the file cannot contain."""
+    """Prefixes of the names of tensors that the file cannot contain."""
     our_names: bool = False
-    """Whether the keys of the file are our names of tensors. Otherwise they are the keys in `Family.names`."""
+    """Whether the keys of the file are esmshard's names of tensors. Otherwise, the keys follow `Family.names`."""
 
     def path(self, directory: Path, stem: str, config: Any) -> Path:
-        """Return the path of the file for a model with this name and architecture."""
+        """Return the path in `directory` for the weight file of a model named `stem` with the architecture `config`."""
         return directory / f"{stem}.pth"
 
     def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write `tensors` by their keys, each shared tensor once. Return the paths of all written files."""
+        """Write `tensors`, which are named by the keys of the file. Return the paths of all written files."""
         torch.save(tensors, file)
         return [file]
 
 
 class Corruption(NamedTuple):
-    """How pre-training changed the residues that the model had to predict. All other such residues became `<mask>`."""
+    """How pre-training changed the residues to predict. They became `<mask>`, except for the two shares below."""
 
     random: float
     """Share of the residues to predict that became a random letter."""
     unchanged: float
     """Share of the residues to predict that did not change."""
     letters: int
-    """Number of letters from which a random letter was chosen. All were equally likely."""
+    """Number of letters from which a random letter was chosen. All letters were equally likely."""
 
 
 class Opened(NamedTuple):
-    """A model from the files of its authors' code, or of `transformers`."""
+    """The architecture and tensors of a model that was opened from files for the authors' code or `transformers`."""
 
     config: ModelConfig
     tensors: dict[str, WeightReader]
-    """Readers of the tensors, by our names."""
+    """The reader of each tensor, by esmshard's name of the tensor."""
     files: tuple[Path, ...]
-    """The files that contain the tensors."""
+    """The paths of the files that contain the tensors of the model."""
 
 
 def is_computed(name: str) -> bool:
-    """Return whether a tensor follows from the architecture, so that files may lack it (rotary frequencies)."""
+    """Return whether a tensor (rotary frequencies) can be computed from the architecture. Files may lack the tensor."""
     return name.endswith("inv_freq")
 
 
 class Family(ABC):
-    """A family of models: architectures, files, initial values and publications.
+    """A model family such as ESM-2 or ESM-C: architectures, files, initial values and publications.
 
     The methods `read_*` raise `ValueError`, with the reason, if a model cannot be read.
     """
 
     title: ClassVar[str]
-    """The name of the family in messages and documents."""
+    """The name of the model family in messages and documents."""
     config: ClassVar[type[ModelConfig]]
     trunk: ClassVar[type[Trunk]]
-    """The class of the models. Its argument is an architecture."""
+    """The class of the models. The argument of this class is an architecture."""
     sizes: ClassVar[Mapping[str, ModelConfig]]
-    """Architectures by name. They include models without trained weights."""
+    """The architectures of the family by name, also of sizes without released weights."""
     released: ClassVar[Mapping[str, Released]]
-    """Released models by name. Their architectures are in `sizes`."""
+    """The released models of the family by name. The field `sizes` has an architecture for each of these names."""
     paper: ClassVar[str]
     """The publication of the architecture, in the form of `Released.paper`."""
     window: ClassVar[int]
     """Maximum number of residues of a sequence in training, if `ModelConfig.window` is None. Longer proteins are scored
     and embedded in windows of this length."""
     corruption: ClassVar[Corruption | None] = None
-    """How pre-training changed residues. With this, masked probabilities are estimated without masking. None if this is
-    unknown, or if all residues to predict became `<mask>`."""
+    """How pre-training changed residues. These numbers make it possible to estimate masked probabilities without masks.
+    None if the numbers are unknown, or if all residues to predict became `<mask>`."""
     tracks: ClassVar[tuple[Track, ...]] = ()
-    """The tracks that the models read in addition to amino acids, if the user gives them."""
+    """The tracks (`Track`) that models of this family can read in addition to the amino acids."""
     encoders: ClassVar[Mapping[str, Encoder]] = {}
-    """The functions that compute a track of codes, by the name of the track."""
+    """The functions that compute the codes of a track from coordinates, by the name of the track."""
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {}
-    """The formats of the authors' code that can be written, by the value of the option `consolidate --to`."""
+    """The file formats for the authors' code that esmshard writes, by the value of the option `consolidate --to`."""
 
     # The following fields describe directories in the layout of `transformers`.
     model_types: ClassVar[tuple[str, ...]]
     """The values of `model_type` in the `config.json` files of this family."""
     vocab_size: ClassVar[int | None] = None
-    """The value of `vocab_size` in `config.json`, if other families have the same `model_type`."""
+    """The value of `vocab_size` in `config.json`, if other families have the same `model_type`; otherwise None."""
     names: ClassVar[Names]
     """The names of tensors in the directories that esmshard writes."""
     prefix: ClassVar[str] = ""
     """The prefix of the keys of the trunk, such as `esm.`. Files of a model without LM head do not have this prefix."""
     model_class: ClassVar[str] = ""
-    """The class of `transformers` that reads the directories; empty if only esmshard can read them."""
+    """The class of `transformers` that reads model directories of this family; empty if only esmshard reads them."""
     remote_code: ClassVar[bool] = False
     """Whether `model_class` gets its code from a repository on the hub, which `auto_map` in `config.json` names."""
 
     @property
     def name(self) -> str:
-        """The name of the family in checkpoints and in `FAMILIES`."""
+        """The name of the family in checkpoints and in the dictionary `family_registry.FAMILIES`."""
         return self.config.family
 
     def initial(self, config: Any, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor: matrices are normal with standard deviation 0.02, biases 0, weights of norms 1."""
+        """Make the initial tensor `name`: matrices are normal with standard deviation 0.02, biases 0, norms 1."""
         if is_computed(name):
             return inverse_frequencies(config.head_dim)
         if name.endswith("bias"):
@@ -188,7 +188,7 @@ class Family(ABC):
 
     @abstractmethod
     def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """Return the architecture from the content of a `config.json`. Its `model_type` is in `model_types`."""
+        """Return the architecture from `raw`, the content of a `config.json` with a `model_type` of this family."""
 
     @abstractmethod
     def write_config(self, config: Any) -> dict[str, Any]:
@@ -196,18 +196,18 @@ class Family(ABC):
 
     @abstractmethod
     def pieces(self, key: str, config: Any) -> Sequence[Piece]:
-        """Return which of our tensors a file stores under this key, and in which rows. The result is empty for a key
-        that is not needed. For an unknown key, it is one tensor with the key as its name.
+        """Return which of esmshard's tensors a file stores under a key, and in which rows. The result is empty for keys
+        that are not needed. For an unknown key, the result is one tensor whose name is the key.
         """
 
     def tensors(self, readers: Mapping[str, WeightReader], config: Any) -> dict[str, WeightReader]:
-        """Return readers by our names. `readers` has the readers by the keys of a file."""
+        """Return a reader for each tensor by esmshard's name. `readers` has the readers by the keys of a file."""
         pieces = [(piece, reader) for key, reader in readers.items() for piece in self.pieces(key, config)]
         return {piece.name: reader.part(piece.rows) for piece, reader in pieces}
 
     def key(self, name: str) -> str | None:
-        """Return the key under which a directory stores our tensor `name`; None if it is not stored. Tensors with the
-        same key are joined along the rows, in the order of `pieces`.
+        """Return the key under which model directories store our tensor `name`; None for a tensor that is not stored.
+        Tensors with the same key are joined along the rows, in the order of `pieces`.
         """
         return self.names.theirs(name)
 
@@ -228,7 +228,7 @@ def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str 
 
 
 def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return values of the configuration `raw` by our names. `keys` maps our names to the names in `raw`. Raises
+    """Return values of the configuration `raw` by esmshard's names, which `keys` maps to the names in `raw`. Raises
     `ValueError` if a value is missing.
     """
     if missing := [key for key in keys.values() if key not in raw]:
@@ -237,4 +237,4 @@ def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
 
 
 SIZES_OF_TRANSFORMERS = {"n_layers": "num_hidden_layers", "dim": "hidden_size", "n_heads": "num_attention_heads"}
-"""Our names of sizes, mapped to the names in a `config.json` of `transformers`."""
+"""esmshard's names of the sizes of a model, mapped to the names in a `config.json` of `transformers`."""

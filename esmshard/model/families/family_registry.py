@@ -1,4 +1,4 @@
-"""All families of models, and functions that find sizes, released models and the family of a file."""
+"""The registry of all model families (ESM-2, ESM-C, ...), and functions that find sizes and released models."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,7 +16,7 @@ from esmshard.model.trunk import Trunk
 from esmshard.vocab import Chains, read_chains
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot)}
-"""The families by name. To add a family, write a module and add it to this line."""
+"""All model families by name. To add a family, write a module for the family and add the module to this line."""
 
 SIZES: dict[str, ModelConfig] = {name: size for family in FAMILIES.values() for name, size in family.sizes.items()}
 """The architectures of all families by name."""
@@ -35,7 +35,7 @@ def released_name(name: str) -> str | None:
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the family of an architecture."""
+    """Return the model family to which an architecture belongs."""
     return FAMILIES[config.family]
 
 
@@ -58,7 +58,7 @@ def n_parameters(config: ModelConfig) -> int:
 
 def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
     """Return the architecture from the result of `ModelConfig.recorded`. Raises `ValueError` for an unknown family, and
-    `ValueError` or `TypeError` for other errors.
+    `ValueError` or `TypeError` for other errors in `record`.
     """
     sizes = dict(record)
     name = sizes.pop("family", None)
@@ -87,12 +87,12 @@ def transformers_config(raw: Any) -> ModelConfig:
 
 
 def read_pickle(data: Mapping[str, Any], path: Path) -> Opened | None:
-    """Return the model in `data`, the content of any authors' file at `path`; None for another kind of file."""
+    """Return the model in `data`, the content of an authors' file at `path`, of any family; None for other files."""
     return next((opened for family in FAMILIES.values() if (opened := family.read_pickle(data, path))), None)
 
 
 def encoder_of(track: str) -> Encoder:
-    """Return the function that computes the codes of this track. Raises `UsageError` if no family has one."""
+    """Return the function that computes the codes of this track. Raises `UsageError` if no family has a function."""
     encoders = {name: encoder for family in FAMILIES.values() for name, encoder in family.encoders.items()}
     if track not in encoders:
         raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(encoders)}")

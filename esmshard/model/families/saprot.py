@@ -1,8 +1,8 @@
-"""SaProt (Su et al. 2024, doi:10.1101/2023.10.01.560349): an ESM-2 whose tokens are pairs of an amino acid and a
-structure letter.
+"""The model family SaProt (Su et al. 2024, doi:10.1101/2023.10.01.560349): an ESM-2 whose tokens are pairs of an amino
+acid and a structure letter.
 
-All outputs must equal those of `EsmForMaskedLM` of `transformers` with the authors' 446 tokens.
-`tests/parity/test_saprot.py` compares them. `esmshard.batch` explains the letters of tensor names.
+All outputs must equal the outputs of `EsmForMaskedLM` of `transformers` with the authors' 446 tokens.
+`tests/parity/test_saprot.py` compares the outputs. `esmshard.batch` explains the letters of tensor names.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ def _first_row(token: str) -> int:
 
 @cache
 def _first_rows(device: torch.device) -> torch.Tensor:
-    """Return `_first_row` of all tokens on a device. The cache saves each forward pass the wait for a copy to a GPU."""
+    """Return `_first_row(token)` for all tokens, on a device. Without the cache, each forward pass waits for a copy."""
     return torch.tensor([_first_row(token) for token in TOKENS], device=device)
 
 
@@ -58,10 +58,10 @@ class SaprotConfig(EsmConfig):
 
 
 class SaprotHead(LMHead):
-    """The LM head. As in the authors' scores, an amino acid has the sum of the probabilities of its pairs."""
+    """The LM head of SaProt. An amino acid has the summed probability of its pairs, as in the authors' scores."""
 
     def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
-        """Map x [P, D] to logits [P, 33]; see `logits_of_tokens`."""
+        """Map x [P, D] to logits [P, 33], as the function `logits_of_tokens` explains."""
         return logits_of_tokens(super().forward(x_PD))
 
 
@@ -79,20 +79,20 @@ def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 class SaProt(ESM2):
-    """The SaProt trunk with LM head and contact head.
+    """The SaProt language model with LM head and contact regression.
 
     The model reads each residue as a pair of its amino acid and its structure letter in the track `3di`. The structure
     letter is `#` if it is unknown or the track is absent. `<mask>` hides only the amino acid: a residue with structure
     letter v becomes the pair `#v`, as in the authors' pre-training and scores. X, B, U, Z and O, which SaProt lacks,
-    become `#v`, too. SaProt's own token `<mask>` never occurs, as in the authors' training. Only this token would count
-    in token dropout, so all embeddings are multiplied by 0.88.
+    become `#v`, too. SaProt's own token `<mask>` never occurs, as in the authors' training. Token dropout counts only
+    this token, so all embeddings are multiplied by 0.88.
     """
 
     make_lm_head: ClassVar[type[LMHead]] = SaprotHead
     config: SaprotConfig
 
     def rows(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the row of the embedding of each token, int64 [T]."""
+        """Return for each token its row in the embedding table, int64 [T]."""
         first_T = _first_rows(batch.tokens_T.device)[batch.tokens_T]
         structure_T = batch.tracks.get(STRUCTURE.name, int(STRUCTURE.unknown))
         return torch.where(first_T < PAIRS, first_T, first_T + structure_T)
@@ -102,7 +102,7 @@ _SU = "Su et al. 2024, ICLR, doi:10.1101/2023.10.01.560349"
 
 
 class SaprotFamily(EsmFamily):
-    """The family of SaProt models."""
+    """The model family with all SaProt models."""
 
     title = "SaProt"
     config = SaprotConfig
