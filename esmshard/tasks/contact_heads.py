@@ -28,9 +28,10 @@ PRIOR_LOGIT = math.log(PRIOR / (1 - PRIOR))
 
 
 class AttentionHead(nn.Module):
-    """ESM's regression over the attention maps of all layers (Rao et al. 2021). Its gradient also trains the trunk.
+    """The contact head of ESM: a logistic regression over the attention maps of all layers (Rao et al. 2021).
 
-    Maps are symmetrised, corrected (APC) and summed layer by layer; see `esmshard.model.contacts`.
+    The gradient of the head also trains the layers of the model. Attention maps are symmetrised, corrected (APC) and
+    summed layer by layer; see `esmshard.model.contacts`.
     """
 
     def __init__(self, n_maps: int) -> None:
