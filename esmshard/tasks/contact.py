@@ -97,7 +97,7 @@ class ContactSettings(TaskSettings):
     head: Literal["attention", "pairwise", "both"] = "pairwise"
     """`attention` is a regression over the attention maps of all layers, as in ESM (Rao et al. 2021). It starts from
     the contact regression of the model, if the model has one. `pairwise` is a small dilated 2-D network over products
-    of representations. `both` adds the outputs of the regression and of this network, which also reads attention maps."""
+    of representations. `both` adds the outputs of the regression and of a network that also reads attention maps."""
     channels: int = Field(32, ge=4, le=512)
     """The number of channels of the pair representation, for the heads `pairwise` and `both`."""
     blocks: int = Field(4, ge=0, le=64)
@@ -160,8 +160,8 @@ class ContactTask(Task):
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute the mean binary cross-entropy over the valid pairs of each protein. Return the sum of these means, and
-        the number of proteins that have a valid pair.
+        """Compute the mean binary cross-entropy over the valid pairs of each protein. Return the sum of these means and
+        the number of proteins with a valid pair.
 
         The number of pairs grows with the square of the length. Without means, long proteins would dominate the loss.
         """

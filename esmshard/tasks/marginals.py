@@ -31,7 +31,7 @@ Protein = tuple[npt.NDArray[np.uint8], Tracks]
 
 
 class View(NamedTuple):
-    """The window of a protein that the model reads in one pass, and the residues that it predicts in this pass."""
+    """The window of a protein that a model reads in one forward pass, and the residues that the model then predicts."""
 
     protein: int
     """The index of the protein among all proteins that are scored."""

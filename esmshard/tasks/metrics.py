@@ -256,7 +256,7 @@ def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
 def f1(
     right_C: npt.NDArray[np.float64], predicted_C: npt.NDArray[np.float64], target_C: npt.NDArray[np.float64]
 ) -> float:
-    """Compute the mean of the F1 scores of all classes that occur as prediction or target, from counts for each class."""
+    """Compute the mean F1 score of the classes that occur as a prediction or target, from the counts of each class."""
     both_C = predicted_C + target_C
     occurs = both_C > 0
     return float((2 * right_C[occurs] / both_C[occurs]).mean()) if occurs.any() else np.nan
