@@ -112,7 +112,7 @@ def choose(
 
 
 def _traits(variants: Sequence[tuple[Mutation, ...]]) -> Any:
-    """Return the traits of each variant (position, wild-type and mutant residue), as a sparse 0/1 matrix [N, traits]."""
+    """Return which traits (position, wild-type and mutant residue) each variant has, as a sparse 0/1 matrix [N, K]."""
     traits = [
         {trait for m in variant for trait in (f"at {m.position}", f"from {m.wild}", f"to {m.mutant}")}
         for variant in variants
