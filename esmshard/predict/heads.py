@@ -91,7 +91,8 @@ def predict(
     with the id, the number of residues and the reason for each record that failed.
 
     An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under the record's id, as the command
- or `.parquet` file has a row for each protein or each residue, and cannot hold contacts.
+    `embed` writes it. For contacts the array is a symmetric matrix of probabilities, float32 [L, L]; for other tasks
+    see `Task.predict`. A `.csv` or `.parquet` file has a row for each protein or residue, and cannot hold contacts.
 
     Linkers between the chains of a record are removed, and the residues of all chains follow each other. A table counts
     the residues of each chain from 1. The file `OUT.chains.tsv` lists the chain lengths and how the chains were joined.
@@ -323,8 +324,7 @@ def predictions(
 
 
 def windows(cost_N: npt.NDArray[np.int64]) -> Iterator[range]:
-    """Yield successive ranges of record indices: up to WINDOW records with WINDOW_TOKENS tokens, or one larger record.
-    """
+    """Yield successive ranges of record indices: up to WINDOW records with WINDOW_TOKENS tokens, or one long record."""
     first = total = 0
     for n, cost in enumerate(cost_N.tolist()):
         if n > first and (n - first == WINDOW or total + cost > WINDOW_TOKENS):
