@@ -451,16 +451,16 @@ class TrainSettings(Settings):
 
 
 class ParallelSettings(Settings):
-    """How training is divided over processes (docs/sharding.md). These keys change speed and memory, not the result."""
+    """How training is divided over processes (docs/sharding.md). These keys change the result only by rounding."""
 
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
     """How weights are divided over processes. `full_shard` frees each layer's gathered weights after use (ZeRO 3).
-    `shard_grad_op` keeps the gathered weights from the forward to the backward pass (ZeRO 2), with less traffic and more
+    `shard_grad_op` keeps gathered weights from the forward to the backward pass (ZeRO 2), with less traffic and more
     memory. With `hybrid_shard` each group of processes divides its own copy. `no_shard` keeps a copy in every process
     (DDP)."""
     group_size: int | None = Field(None, ge=2, le=MOST_PROCESSES)
-    """For strategy `hybrid_shard`, the number of processes that divide one copy of the weights; by default all processes
-    of a machine."""
+    """For strategy `hybrid_shard`, the number of processes that divide one copy of the weights; by default all of the
+    processes on a machine."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
     """The number N of neighbouring processes of a machine that compute each layer together. They divide the attention
     heads and the columns of the feed-forward part, read the same records, and each hold 1/N of the layers' weights and
@@ -472,7 +472,7 @@ class ParallelSettings(Settings):
     """The precision of the arithmetic. Weights, optimizer state and gradient sums stay fp32. `auto` means bf16 on
     NVIDIA GPUs from compute capability 8.0 on, fp16 with a loss scale from 7.0 on, and fp32 otherwise."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """The precision in which gradients are summed over processes. bf16 halves the traffic of this sum, but loses digits.
+    """The precision in which gradients are summed over processes. bf16 halves the traffic of the sum, but loses digits.
     """
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Which activations the layers keep for the backward pass. `none` keeps all. `full` keeps only the input of each
@@ -482,7 +482,7 @@ class ParallelSettings(Settings):
     """Keep weights, gradients and optimizer state in host memory, and copy each layer to the GPU when it is used."""
     accumulate: Literal["sharded", "unsharded"] = "sharded"
     """How the gradients of a step's micro-batches are added. `sharded` sums them over processes after each micro-batch.
-    `unsharded` keeps all gradients of the model in every process and sums them once a step: less traffic, more memory."""
+    `unsharded` keeps all gradients in every process and sums them once in a step: less traffic, more memory."""
     compile: bool = False
     """Compile the layers of the model, once for all lengths of records. Compiling takes a minute at the start, and does
     not make training on a CPU faster (docs/devices.md)."""
