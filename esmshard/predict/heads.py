@@ -72,7 +72,7 @@ class Prediction(Output):
 
     @property
     def name(self) -> str:
-        """The name of the prediction in output files."""
+        """The name that the prediction has in output files."""
         return PREDICTION
 
 
@@ -118,7 +118,7 @@ def predict(
     _check_out(out, png, overwrite)
     computing = chosen_device(device)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
-        # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
+        # The whole input is read before the model is opened, so that a bad record at the end costs only seconds.
         examples, sentences = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
         store, finetuned = examples.store, load_finetuned(model, computing)
         task, failed, chains = finetuned.task, list[tuple[str, int, str]](), dict[str, list[int]]()
@@ -158,7 +158,7 @@ def predict(
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0][2]}"
                 )
-            # The output and these files get their final names together.
+            # The output file and the three files below get their final names at the same time.
             write_failures(failures_file(writer.work), failed)
             write_chains(writer.work, chains, finetuned.model.trunk.config.chains.text)
             replace_json(facts_file(writer.work), facts | {"records": len(store) - len(failed), "failed": len(failed)})

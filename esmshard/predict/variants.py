@@ -44,7 +44,7 @@ DISAGREEMENT = "disagreement of models"
 """The name of the column with the standard deviation of the predictions over the models of all folds and seeds, in the
 unit of the target. This standard deviation is not an error bar."""
 LEVEL, RESIDUALS = 0.9, 50
-"""The share of the true values that intervals should contain, and the minimum number of residuals for intervals."""
+"""The share of measured values that intervals should contain, and the minimum number of errors to make intervals."""
 LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
 
 
@@ -66,11 +66,11 @@ class VariantRows:
     """For the index of each row without a usable variant, the reason why it was left out."""
     notices: list[str]
     offset: int
-    """The number that was added to the positions of the table."""
+    """The number that was added to the positions in the table to fit the numbering of the wild type."""
     table: Table | None = None
 
     def leave_out(self, why: Callable[[Variant], str], what: str) -> "VariantRows":
-        """Leave out the variants for which `why` returns a reason, and add a notice that begins with `what`."""
+        """Return a copy without the variants for which `why` returns a reason. Its new notice begins with `what`."""
         variant_of = dict(zip(self.rows, self.mutations, strict=True))
         reasons = {row: reason for row, variant in variant_of.items() if (reason := why(variant))}
         if not reasons:
@@ -83,7 +83,7 @@ class VariantRows:
         return replace(self, rows=rows, mutations=mutations, left_out=left_out, notices=notices)
 
     def measured(self, column: str) -> Array:
-        """Return the number in a column for each variant, float64 [N]; NaN for an empty cell."""
+        """Return the number that each variant has in the given column, float64 [N]; NaN for an empty cell."""
         assert self.table is not None
         return self.table.numbers(column)[self.rows]
 
@@ -154,7 +154,7 @@ class Known:
     out_of_fold: Mapping[str, Sequence[float]]
     """For each variant, the predictions of T targets by models that were not trained on the variant."""
     fold: Mapping[str, int]
-    """The fold of each variant in `out_of_fold`."""
+    """The number of the fold in which each variant of the field `out_of_fold` was tested."""
     seen: frozenset[str] | None
     """The variants that were used to train or select at least one model; None if a model has no list of them."""
     verdict: str | None
@@ -167,7 +167,7 @@ class Known:
 
     @cached_property
     def sites(self) -> frozenset[int]:
-        """The positions that `variants` change, from 0."""
+        """The positions, counted from 0, that at least one variant in `variants` changes."""
         return frozenset(mutation.position for variant in self.variants for mutation in variant)
 
 

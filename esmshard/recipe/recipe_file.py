@@ -129,8 +129,8 @@ def dump(recipe: Recipe) -> str:
 
 
 def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return a copy of a dumped recipe that can be shared in a file in `directory`. Paths in `data` and `out` become the
-    names of the files, without directories. The path of the model becomes relative to `directory`.
+    """Return a copy of a dumped recipe that can be shared in `directory`. Paths in `data` and `out` become the names of
+    the files, without directories. The path of the model becomes relative to `directory`.
     """
     shared = deepcopy(dict(recipe))
     for section, keys in _paths(shared):

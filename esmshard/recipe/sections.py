@@ -34,7 +34,7 @@ class Settings(BaseModel):
 
 
 def as_list(value: Any) -> Any:
-    """Convert a single name to a list of one name."""
+    """Convert a single name to a tuple with this name. Return other values unchanged."""
     return (value,) if isinstance(value, str) else value
 
 
@@ -101,9 +101,9 @@ class DataSettings(Settings):
     """The training records: a path, or `sample:contact/train`. If several splits name the same file, the file is
     divided by `SET=` in its headers, or by the column `set` of the table or of the labels (docs/labels.md)."""
     valid: str | None = None
-    """The validation records, which are scored during training. By default they come from the file of `train`."""
+    """The validation records, which are scored during training. By default these records are in the file of `train`."""
     test: str | None = None
-    """The test records, which are scored once at the end. By default they come from the file of `train`."""
+    """The test records, which are scored once after training. By default these records are in the file of `train`."""
     table: str | None = None
     """A table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). This key and the
     following ones up to `train_share` are for task `variant`."""
@@ -119,7 +119,8 @@ class DataSettings(Settings):
     change, or with a residue that the wild type does not have. `drop`, the default, leaves these rows out and reports
     them. At most a tenth of the rows may be unreadable, and at most a tenth may not fit the wild type."""
     replicates: Literal["mean", "keep", "error"] | None = None
-    """How several rows of the same variant are treated: averaged (`mean`, the default), kept or refused."""
+    """How several rows of `table` with the same variant are treated. `mean`, the default, averages the measured values.
+    `keep` keeps all rows, and `error` refuses them."""
     transform: Literal["none", "log", "rank"] | None = None
     """How the measured values are transformed before training; `none` is the default. `log` suits ratios and
     affinities. `rank` suits skewed distributions. Predictions are converted back to the unit of the table."""
@@ -206,7 +207,7 @@ class TaskSettings(Settings):
     """Whether the data are one table of measured variants of one protein (`data.table`). The run is a cross-validation
     unless `data.folds` is set. For `VariantSettings` and its subclasses only."""
     trains_lm_head: ClassVar[bool] = False
-    """Whether the task has no head of its own, but trains and uses the LM head of the language model."""
+    """Whether the task trains and uses the LM head of the language model, and has no additional head."""
     pairs: ClassVar[bool] = False
     """Whether a record has two chains, `A:B`, which the model reads as two separate sequences."""
     predicts_contacts: ClassVar[bool] = False
@@ -324,9 +325,9 @@ class AdaptSettings(Settings):
     """
 
     method: Literal["full", "lora", "head", "probe"] = "full"
-    """`full` trains every weight. `lora` trains low-rank matrices that are added to the frozen matrices of each layer
-    (Hu et al. 2021, arXiv:2106.09685). `head` trains only the head. `probe` fits a linear head with scikit-learn on the
-    frozen model, without optimizer steps."""
+    """How the model is trained. `full` trains every weight. `lora` trains low-rank matrices that are added to the frozen
+    matrices of each layer (Hu et al. 2021, arXiv:2106.09685). `head` trains only the head. `probe` fits a linear head
+    with scikit-learn on the frozen model, without optimizer steps."""
     freeze: Names = Field((), strict=False)
     """For method `full`: parts of the language model that are not trained, such as [embedding, layers.0-10]. Parts are
     `embedding`, `norms`, `biases`, layers counted from 0, and `tracks` (in ESM3: geometric attention, and the table of
@@ -422,7 +423,7 @@ class OptimSettings(Settings):
     """How the learning rate falls after the warm-up. With `cosine` and `linear` the rate would be 0 one step after the
     last step. With `constant` it does not fall."""
     clip: float = Field(1.0, gt=0, le=10**9)
-    """The maximum norm of the gradient. A larger gradient is scaled down to this norm."""
+    """The maximum norm of the gradient of all trained weights. A larger gradient is scaled down to this norm."""
 
 
 class TrainSettings(Settings):
@@ -499,7 +500,7 @@ class CheckpointSettings(Settings):
     every: int = Field(100, ge=1, le=MOST_STEPS)
     """The number of optimizer steps between two checkpoints. A checkpoint is always written after the last step."""
     keep: int = Field(3, ge=1, le=MOST_STEPS)
-    """How many of the newest checkpoints are kept."""
+    """The number of newest checkpoints that are kept. Older checkpoints are deleted."""
     keep_best: bool = False
     """Save a checkpoint after each validation with the best result so far. The best model is the result of the run."""
     async_save: Literal["auto"] | bool = "auto"
@@ -575,5 +576,5 @@ class Recipe(Settings):
 
     @property
     def divides_table(self) -> bool:
-        """Whether a command divides the table of variants itself, since `data.folds` is not set."""
+        """Whether the table of variants is divided by the command, and not by the keys `data.folds` and `data.fold`."""
         return self.task.reads_table and self.data.folds is None

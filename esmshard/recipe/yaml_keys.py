@@ -71,7 +71,7 @@ class Tree:
         self.put(keys, value, text)
 
     def put(self, keys: tuple[str, ...], value: Any, where: str) -> None:
-        """Set a key to a value. Messages about the key begin with `where`."""
+        """Set a key of the tree to a value. Messages about this key begin with the text `where`."""
         self.overrides[keys] = where
         node: Any = self.node
         for key in keys[:-1]:
@@ -92,7 +92,7 @@ class Tree:
             settings = root.model_validate(_plain(self.node))
         except ValidationError as error:
             messages: dict[str, list[str]] = {}
-            for problem in error.errors():  # a key that takes values of several types has an error for each type
+            for problem in error.errors():  # pydantic reports an error for each type that a key may have
                 place, message = self._described(problem, root, named or {})
                 messages.setdefault(place, []).append(message)
             self.problems += [f"{place}: {' or '.join(dict.fromkeys(texts))}" for place, texts in messages.items()]

@@ -1,4 +1,4 @@
-"""The base of every task."""
+"""The base class of every task, and functions that several tasks share."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -39,9 +39,9 @@ class LossSum:
     """A loss as a sum and a count. A step divides the total sum of all ranks and micro-batches by their total count."""
 
     sum: torch.Tensor
-    """A scalar with a gradient."""
+    """The sum of the loss terms, a scalar with a gradient."""
     count: torch.Tensor
-    """A scalar: the number of terms of the sum, which may be 0."""
+    """The number, or the total weight, of the terms in the sum, as a scalar. It may be 0."""
 
 
 class Task(ABC):

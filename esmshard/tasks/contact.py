@@ -169,7 +169,7 @@ class ContactTask(Task):
         count = torch.zeros((), device=total.device)
         for logits_LL, target_LL in zip(outputs, targets, strict=True):
             labels_LL = on_device_of(target_LL, logits_LL)
-            chain_L = (labels_LL.diagonal() == LINKER).cumsum(0)  # a different number in each chain
+            chain_L = (labels_LL.diagonal() == LINKER).cumsum(0)  # the number of the chain of each residue
             near_LL = (chain_L[:, None] == chain_L).triu(1 - MIN_SEPARATION).tril(MIN_SEPARATION - 1)
             valid_LL = (labels_LL >= 0).triu(1) & ~near_LL
             n_valid = valid_LL.sum()
@@ -336,7 +336,7 @@ def fit_regression(
         kept = keep[start : start + len(i)]
         features.append(pair_features(trunk, examples[n], i[kept], j[kept]))
         start += len(i)
-    # Both arguments select an L1 penalty; scikit-learn 1.8 renamed the argument.
+    # Both variants of `l1` select an L1 penalty. scikit-learn 1.8 renamed the argument.
     l1 = {"l1_ratio": 1.0} if LogisticRegression().penalty == "deprecated" else {"penalty": "l1"}
     regression = LogisticRegression(C=C, solver="liblinear", max_iter=1000, random_state=seed, **l1)
     regression.fit(np.concatenate(features), np.concatenate(contacts)[keep], weights[keep])

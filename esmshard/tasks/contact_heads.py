@@ -108,7 +108,7 @@ class PairwiseHead(nn.Module):
         """Return a list with the symmetric logits [L, L] of each record."""
         x_TD = self.norm(x_TD)
         left, right = batch.residues(self.left(x_TD)), batch.residues(self.right(x_TD))
-        chain = batch.residues((batch.tokens_T == SEPARATOR).cumsum(0))  # a different number in each chain of a record
+        chain = batch.residues((batch.tokens_T == SEPARATOR).cumsum(0))  # a number that differs between the chains
         return [
             self._logits(left[n].T, right[n].T, chain[n], None if maps is None else maps[n].to(x_TD.dtype))
             for n in range(len(batch))

@@ -344,7 +344,7 @@ def probability_row(
 
     def log_losses(temperature_K: Sequence[float] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         z_KMC = logits_MC.astype(np.float64) / np.asarray(temperature_K)[:, None, None]
-        with np.errstate(invalid="ignore"):  # a diverged model has NaN
+        with np.errstate(invalid="ignore"):  # the logits of a diverged model are NaN
             if several:
                 return np.asarray((np.logaddexp(0, z_KMC) - z_KMC * truth).sum((1, 2)))
             right_KM = z_KMC[:, np.arange(len(truth)), truth.astype(np.int64)]

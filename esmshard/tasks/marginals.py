@@ -27,7 +27,7 @@ _COLUMN[_LETTERS.numpy()] = np.arange(len(RESIDUES))
 Tracks = Mapping[str, npt.NDArray[Any]]
 """The values of each track of a protein, [L + 2, ...], by the name of the track. A track is a further model input."""
 Protein = tuple[npt.NDArray[np.uint8], Tracks]
-"""The tokens of a protein, uint8 [L + 2], and its tracks."""
+"""A pair: the tokens of a protein, uint8 [L + 2], and the tracks of this protein."""
 
 
 class View(NamedTuple):
@@ -38,7 +38,7 @@ class View(NamedTuple):
     tokens: npt.NDArray[np.uint8]
     tracks: Tracks
     places: npt.NDArray[np.int64]
-    """The indices of the predicted tokens in `tokens`, int64 [P]."""
+    """The indices of the tokens to predict in the field `tokens`, int64 [P]."""
     residues: npt.NDArray[np.uint8]
     """The true tokens at these indices, before any mask, uint8 [P]."""
 

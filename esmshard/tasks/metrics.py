@@ -266,7 +266,7 @@ def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[n
     """Count predictions in bins of confidence, for `calibration_error`. Return an array, float64 [3, bins], whose rows
     are the number of predictions, the sum of their confidences, and the number of correct predictions.
     """
-    confidence_M = np.nan_to_num(confidence_M)  # a diverged model has NaN
+    confidence_M = np.nan_to_num(confidence_M)  # the confidences of a diverged model are NaN
     bin_M = np.minimum((confidence_M * CALIBRATION_BINS).astype(np.int64), CALIBRATION_BINS - 1)
     weights = (None, confidence_M, correct_M)
     return np.stack([np.bincount(bin_M, w, minlength=CALIBRATION_BINS) for w in weights]).astype(np.float64)

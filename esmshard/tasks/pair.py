@@ -218,7 +218,7 @@ def _keys(example: Example) -> list[np.uint64]:
 
 
 def _digest(chain: Example) -> str:
-    """Return a hash of the tokens and tracks of a chain."""
+    """Return a hash of the tokens and tracks of a chain, as a text of hexadecimal digits."""
     digest = hashlib.sha256(chain.tokens.tobytes())
     for name, values in chain.tracks.items():
         digest.update(name.encode() + values.tobytes())

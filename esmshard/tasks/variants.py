@@ -45,11 +45,11 @@ THRESHOLDS, SHARPNESS = 15, 2.0
 """Two numbers of the ranking loss: how many quantiles divide the training values, and the slope of the logistic
 function at each quantile. The training values are normal scores."""
 ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
-"""The names of the baselines."""
+"""The names of the four baselines of this task in reports."""
 SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedding": FROZEN}
 """The full name of each baseline, by the short name that the command-line option `--with` takes."""
 LIGHT = 10.0
-"""The factor by which the augmented baseline scales the zero-shot score. The ridge penalty then hardly affects the
+"""The factor by which the baseline AUGMENTED scales the zero-shot score. The ridge penalty then hardly affects the
 score, as in Hsu et al. 2022."""
 AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
 """The tokens of the 20 amino acids."""
@@ -76,7 +76,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class VariantSettings(TaskSettings):
-    """Measured values of variants of one protein with one or several substitutions (docs/variants.md)."""
+    """Settings of the task for variants of one protein, with one or several substitutions each (docs/variants.md)."""
 
     name: Literal["variant"]
 
