@@ -325,7 +325,7 @@ class AdaptSettings(Settings):
     """
 
     method: Literal["full", "lora", "head", "probe"] = "full"
-    """How the model is trained. `full` trains every weight. `lora` trains low-rank matrices that are added to the frozen
+    """How training is done. `full` trains every weight. `lora` trains low-rank matrices that are added to the frozen
     matrices of each layer (Hu et al. 2021, arXiv:2106.09685). `head` trains only the head. `probe` fits a linear head
     with scikit-learn on the frozen model, without optimizer steps."""
     freeze: Names = Field((), strict=False)
