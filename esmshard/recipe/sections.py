@@ -164,7 +164,7 @@ class DataSettings(Settings):
     For a table, or if `valid` names the same file as `train`, the next part is the validation set. The option `--folds`
     sets this key and `fold` for each run. To train one run without `--folds`, set both keys."""
     fold: int = Field(0, ge=0)
-    """The number of the part that is the test set, counted from 0. It is below `folds`."""
+    """The number of the part that is the test set, counted from 0. This number must be lower than `folds`."""
     clusters: str | None = None
     """The `_cluster.tsv` file of MMseqs2 for the training records. The parts of `folds` then keep the records of a
     cluster together. By default the parts keep only equal sequences together."""
@@ -204,7 +204,7 @@ class TaskSettings(Settings):
     instead_of_crop: ClassVar[str] = "full or skip"
     """The values of `data.long` that the message about a refused `crop` proposes."""
     reads_table: ClassVar[bool] = False
-    """Whether the data are one table of measured variants of one protein (`data.table`). The run is a cross-validation
+    """Whether the data are one table of measured variants of one protein (`data.table`). The command divides this table
     unless `data.folds` is set. For `VariantSettings` and its subclasses only."""
     trains_lm_head: ClassVar[bool] = False
     """Whether the task trains and uses the LM head of the language model, and has no additional head."""
@@ -416,12 +416,12 @@ class OptimSettings(Settings):
     betas: tuple[Decay, Decay] = Field((0.9, 0.98), strict=False)
     """The decay rates of AdamW's running means of gradient and squared gradient. ESM-2 was trained with the default."""
     weight_decay: float = Field(0.01, ge=0, le=100)
-    """The decoupled weight decay of AdamW. It is not applied to biases, LayerNorms and embeddings."""
+    """The decoupled weight decay of AdamW. Biases, LayerNorms and embeddings have no weight decay."""
     warmup: float = Field(0.05, ge=0, le=1)
     """The share of all steps in which the learning rate rises from 0 to its peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """How the learning rate falls after the warm-up. With `cosine` and `linear` the rate would be 0 one step after the
-    last step. With `constant` it does not fall."""
+    last step. With `constant` the rate does not fall."""
     clip: float = Field(1.0, gt=0, le=10**9)
     """The maximum norm of the gradient of all trained weights. A larger gradient is scaled down to this norm."""
 
@@ -452,7 +452,7 @@ class TrainSettings(Settings):
 
 
 class ParallelSettings(Settings):
-    """How training is divided over processes (docs/sharding.md). These keys change the result only by rounding."""
+    """How the work is divided over processes (docs/sharding.md). The keys change speed, memory, and rounding errors."""
 
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
     """How weights are divided over processes. `full_shard` frees each layer's gathered weights after use (ZeRO 3).
@@ -468,7 +468,7 @@ class ParallelSettings(Settings):
     activations. The key `strategy` says how each of these N parts is divided over further processes."""
     context: int = Field(1, ge=1, le=MOST_PROCESSES)
     """The number of neighbouring processes of a machine that divide the tokens of each micro-batch, also in attention.
-    This key is for proteins that are too long for one GPU. It does not divide the weights; `strategy` does."""
+    This key is for proteins that are too long for one GPU. Only `strategy` divides the weights."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """The precision of the arithmetic. Weights, optimizer state and gradient sums stay fp32. `auto` means bf16 on
     NVIDIA GPUs from compute capability 8.0 on, fp16 with a loss scale from 7.0 on, and fp32 otherwise."""

@@ -41,7 +41,7 @@ class LossSum:
     sum: torch.Tensor
     """The sum of the loss terms, a scalar with a gradient."""
     count: torch.Tensor
-    """The number, or the total weight, of the terms in the sum, as a scalar. It may be 0."""
+    """The number, or the total weight, of the terms in the sum, as a scalar. This number may be 0."""
 
 
 class Task(ABC):
@@ -77,7 +77,7 @@ class Task(ABC):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the numbers in a prediction: targets, classes or amino acids. Empty if it is a map of pairs."""
+        """The names of the numbers in a prediction: targets, classes or amino acids. Empty for maps of pairs."""
         return ("value",)
 
     @property
@@ -180,8 +180,9 @@ class Task(ABC):
 
 
 def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Remove the linkers between chains from `values`, the predictions or targets for the residues or residue pairs of
-    one record. `residues` are the tokens of the record without `<cls>` and `<eos>`, uint8 [L].
+    """Remove the linkers between chains from `values`, the predictions or targets of one record for its residues or
+    residue pairs. Values for the whole record stay unchanged. `residues` are the tokens of the record without `<cls>`
+    and `<eos>`, uint8 [L].
     """
     is_residue_L = is_residue(residues)
     if is_residue_L.all() or (task.names and not task.per_residue):
