@@ -1,1 +1,1 @@
-"""Predictions of fine-tuned heads, zero-shot scores and rankings of variants, and their files."""
+"""Computes predictions of fine-tuned models, zero-shot scores and rankings of variants, and writes them to files."""

@@ -1,4 +1,4 @@
-"""Predicts with a fine-tuned head for every record of an input, in input order, in one process."""
+"""Predicts with a fine-tuned model for every record of an input, in the order of the input, in one process."""
 
 import json
 import tempfile
@@ -46,32 +46,33 @@ from esmshard.vocab import BETWEEN, Chains, chain_spans, decode
 Array = npt.NDArray[np.float32]
 
 TOKENS, GPU_TOKENS = 4096, 16_384
-"""The maximum number of tokens computed at once: TOKENS on the CPU and for pair maps, GPU_TOKENS for other tasks on a
-GPU. Except for pair maps, the cores of a CPU share these tokens, with one pack each. A longer record is computed alone.
-"""
+"""The maximum number of tokens that are computed at once: TOKENS on the CPU and for maps of residue pairs, GPU_TOKENS
+for other tasks on a GPU. Except for maps, CPU cores compute batches that share this limit. A longer record is computed
+alone."""
 LEAST = 1024
-"""The minimum number of tokens of a full pack. Smaller packs are slower."""
+"""The minimum size in tokens of a full batch of whole sequences. Smaller batches are slower."""
 WINDOW, WINDOW_TOKENS = 2048, 1 << 18
-"""The maximum numbers of records and of tokens in a window. The records of a window are sorted by length, and their
-predictions stay in memory until the window is done: at most 256 MiB of pair maps, or one larger map.
+"""The maximum numbers of records and of tokens in a window of successive records. The records of a window are sorted by
+length, and their predictions stay in memory until all are computed: up to 256 MiB of pair maps, or one larger map.
 """
 PAIR = 256
-"""A record with more tokens than this uses more memory for its pair map than for the trunk, and counts as
-tokens^2 / PAIR tokens. A pack of 4,096 tokens has up to 2^20 pairs: one record of 1,024 tokens, or four of 512.
+"""A record with more tokens than this number uses more memory for its map of residue pairs than for the layers of the
+model. The record then counts as tokens^2 / PAIR tokens. A batch of 4,096 tokens has up to 2^20 pairs: one record of
+1,024 tokens, or four of 512.
 """
 FORMAT, VERSION = "esmshard-predictions", "1"
 PREDICTION = "prediction"
 NOT_FINITE = "the predictions are no finite numbers: the weights are damaged, or overflow"
 ARRAYS, TABLES = ("npz", "h5", "zarr", "safetensors"), ("csv", "parquet")
-"""File formats with one array for each record, and formats of tables with one row for each protein or residue."""
+"""The file formats with one array for each record, and the formats of tables with a row for each protein or residue."""
 
 
 class Prediction(Output):
-    """The prediction for a record. Its shape depends on the pool: `mean` [C], `residue` [L, C] or `contacts` [L, L]."""
+    """The prediction for a record: an array [C] for pool `mean`, [L, C] for `residue`, or [L, L] for `contacts`."""
 
     @property
     def name(self) -> str:
-        """The name of the prediction in output files."""
+        """The name that the prediction has in output files."""
         return PREDICTION
 
 
@@ -86,37 +87,38 @@ def predict(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> tuple[int, list[tuple[str, int, str]]]:
-    """Write the head's predictions for each record. Return the number of records in the output, and a list with the id,
-    the number of residues and the reason for each record that failed.
+    """Write the model's predictions for each record to a file. Return the number of records in the file, and a list
+    with the id, the number of residues and the reason for each record that failed.
 
-    An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under its id, in the format of
-    `embed`. For contacts it is a symmetric matrix of probabilities, float32 [L, L]; for other tasks see `Task.predict`.
-    A `.csv` or `.parquet` file has a row for each protein, or for each residue, and cannot hold contacts.
+    An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under the record's id, as the command
+    `embed` writes it. For contacts the array is a symmetric matrix of probabilities, float32 [L, L]; for other tasks
+    see `Task.predict`. A `.csv` or `.parquet` file has a row for each protein or residue, and cannot hold contacts.
 
     Linkers between the chains of a record are removed, and the residues of all chains follow each other. A table counts
     the residues of each chain from 1. The file `OUT.chains.tsv` lists the chain lengths and how the chains were joined.
 
-    A record that does not fit into memory, or is too long for a model with learned positions, is left out of the output
-    and listed in `OUT.failed.tsv`. The file `OUT.json` says how the output was made, and how records were changed.
+    Some records cannot be predicted: they do not fit into memory, are too long for a model with learned positions, or
+    have predictions that are not finite. They are left out of the output and listed in the file `OUT.failed.tsv`. The
+    file `OUT.json` says how the output was made, and how records were changed.
 
     Args:
         model: a directory that `consolidate` wrote.
         fasta: a FASTA file, `-` for standard input, a token store, a PDB or mmCIF file, or a directory of structures.
         out: the file to write.
-        png: a directory for pictures of pair maps; see `esmshard.predict.pictures`.
+        png: a directory for pictures of maps of residue pairs; see `esmshard.predict.pictures`.
         tracks: for the name of each track, a path or `inside` (docs/tracks.md).
-        complexes: see `recipe.DataSettings.complexes`.
-        device: see `chosen_device`.
+        complexes: which chains of a structure file become one record; see the key `data.complexes` of a recipe.
+        device: the name of the device; see `chosen_device`.
         overwrite: replace `out`, and pictures with the same names.
 
     Raises:
-        InputError: input or model cannot be used, or no record could be predicted.
+        InputError: the input or the model cannot be used, or no record could be predicted.
         UsageError: `out` or `png` does not fit the task, exists already, or needs a package that is not installed.
     """
     _check_out(out, png, overwrite)
     computing = chosen_device(device)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
-        # The whole input is read before the model, so that a bad record at the end costs seconds, not a night.
+        # The whole input is read before the model is opened, so that a bad record at the end costs only seconds.
         examples, sentences = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
         store, finetuned = examples.store, load_finetuned(model, computing)
         task, failed, chains = finetuned.task, list[tuple[str, int, str]](), dict[str, list[int]]()
@@ -156,7 +158,7 @@ def predict(
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0][2]}"
                 )
-            # The output and these files get their final names together.
+            # The output file and the three files below get their final names at the same time.
             write_failures(failures_file(writer.work), failed)
             write_chains(writer.work, chains, finetuned.model.trunk.config.chains.text)
             replace_json(facts_file(writer.work), facts | {"records": len(store) - len(failed), "failed": len(failed)})
@@ -164,7 +166,7 @@ def predict(
 
 
 def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
-    """Refuse outputs that cannot be written, or exist already."""
+    """Refuse paths of output files whose format cannot be written, or whose files exist and may not be replaced."""
     form, known = out.suffix.removeprefix("."), (*ARRAYS, *TABLES)
     if form not in known:
         raise UsageError(f"{out}: predictions are written as .{', .'.join(known)}; give the file such an ending")
@@ -188,11 +190,11 @@ def read_input(
     chains: Chains | None = None,
     complexes: str | None = None,
 ) -> tuple[Examples, list[str]]:
-    """Read the records of an input with their tracks. Print sentences about all changes of the records. Return the
-    records and the sentences.
+    """Read the records of an input and the tracks of each record. Print and return sentences about all changes that
+    were made to the records, such as replaced letters.
 
-    `scratch` is a directory for a token store of the records. `chains` says how the chains of a record are joined, by
-    default as the model does. The other arguments and the errors are as for `predict`.
+    `scratch` is a directory for a token store of the records. `chains` says how the chains of a record are joined; by
+    default as the model joins chains. The other arguments and the errors are as for the function `predict`.
     """
     structures = holds_structures(fasta)
     require_structures(fasta, complexes)
@@ -233,8 +235,8 @@ def _writer(out: Path, task: Task, facts: Mapping[str, Any], store: Store) -> Fo
 
 def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
     """Return the names and types of the columns of a table of predictions. First come the columns that identify a row,
-    with `chain` if `chains` is set, and then the predicted numbers. If a target has the name of one of the first
-    columns, its column is called `NAME (predicted)`.
+    such as `id`, and `chain` if `chains` is set. Then come the columns with predictions. If a target has the name of an
+    earlier column, the column of the target is called `NAME (predicted)`.
     """
     first = {"id": "string"}
     if task.per_residue:
@@ -247,8 +249,10 @@ def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
 
 
 def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[str, Sequence[Any]]:
-    """Return the cells of a record by column: one row, or a row for each residue. The position of a residue is counted
-    from 1 in each chain. `values` are [C], or [L, C] for L residues. `residues` has `:` between chains.
+    """Return the cells of one record in a table of predictions, by column: one row, or one row for each residue.
+
+    The positions of residues are counted from 1 in each chain. `values` are the predictions, [C] for a record or [L, C]
+    for L residues. The text `residues` has `:` between chains.
     """
     values_RC, chains = values.reshape(-1, len(task.names)), residues.split(BETWEEN)
     cells: dict[str, Sequence[Any]] = {"id": [record_id] * len(values_RC)}
@@ -270,18 +274,18 @@ def predictions(
     question: Callable[[int], Inputs],
     least: int | None = None,
 ) -> Iterator[Array | str]:
-    """Yield one array for each record in order, or the reason why it failed.
+    """Yield the prediction for each record in order, or the reason why the prediction failed.
 
     Args:
         finetuned: the model with its task.
         tokens_N: the number of tokens of each record.
-        question: a function that returns the model's inputs for the index of a record (`Task.question`).
-        least: the minimum number of tokens of a full pack, by default LEAST.
+        question: a function that returns the model's input for the index of a record (see `Task.question`).
+        least: the minimum size in tokens of a full batch of whole sequences, by default LEAST.
     """
     task, device, limit = finetuned.task, finetuned.model.device, finetuned.model.trunk.config.most_tokens
     pairs = not task.names
     most = GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS
-    if not pairs:  # Pair maps need much memory, so all cores compute one pack of maps together.
+    if not pairs:  # Maps of pairs need much memory, so all cores compute one batch of maps together.
         most = max(most // packs_at_once(device), least or LEAST)
     cost_N = tokens_N.astype(np.int64)
     cost_N = np.maximum(cost_N, cost_N**2 // PAIR) if pairs else cost_N
@@ -307,7 +311,7 @@ def predictions(
             if not isinstance(arrays, str):
                 done |= zip(members, arrays, strict=True)
                 continue
-            if len(members) > 1:  # packs of the next window would not fit either
+            if len(members) > 1:  # batches of the same size would not fit into memory later, either
                 most = max(LEAST, min(most, int(cost_N[members].sum()) // 2))
             for n in members:  # Compute each record alone, while nothing else is computed.
                 if device.type == "cuda":
@@ -320,7 +324,7 @@ def predictions(
 
 
 def windows(cost_N: npt.NDArray[np.int64]) -> Iterator[range]:
-    """Yield ranges of record indices, of at most WINDOW records and WINDOW_TOKENS tokens, but at least one record."""
+    """Yield successive ranges of record indices: up to WINDOW records with WINDOW_TOKENS tokens, or one long record."""
     first = total = 0
     for n, cost in enumerate(cost_N.tolist()):
         if n > first and (n - first == WINDOW or total + cost > WINDOW_TOKENS):

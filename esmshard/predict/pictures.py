@@ -1,4 +1,4 @@
-"""Pictures of pair maps, one PNG for each record, drawn with matplotlib (extra `plots`)."""
+"""Draws maps of residue pairs with matplotlib (install the extra `plots`), as one PNG file for each record."""
 
 import io
 import re
@@ -16,17 +16,17 @@ from esmshard.io.paths import scratch_directory
 
 LEAST_DPI = 140
 INCHES = 3.8
-"""The approximate side length of the map in a picture of 5.0 x 4.5 inches."""
+"""The approximate side length in inches of the map in a picture of 5.0 x 4.5 inches."""
 SIDE = 2400
 """The maximum number of pixels along a side of a map. For a longer protein, each pixel shows the highest probability in
 a square of pairs, so that no contact is lost.
 """
 HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
-"""Colours of contacts, from the colour-blind-safe palette of Okabe and Ito."""
+"""The colours of predicted contacts, missed contacts (grey) and wrong predictions. Source: palette of Okabe and Ito."""
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that is not empty, unless `overwrite` is set, and a Python without matplotlib."""
+    """Refuse a folder that is a file or, without `overwrite`, not empty. Refuse a Python without matplotlib."""
     matplotlib_figure()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; name a directory for the pictures")
@@ -35,8 +35,8 @@ def check(folder: Path, *, overwrite: bool) -> None:
 
 
 def matplotlib_figure() -> tuple[Any, Any]:
-    """Return matplotlib's class `Figure`, which needs no display, and a context manager with settings, so that a dollar
-    sign in an id does not begin a formula. `UsageError` if matplotlib is not installed.
+    """Return matplotlib's class `Figure`, which needs no display, and a context manager with settings for drawing. With
+    these settings a dollar sign in an id does not begin a formula. Raises `UsageError` if matplotlib is not installed.
     """
     try:
         import matplotlib
@@ -56,8 +56,8 @@ def colours() -> Any:
 
 
 def file_name(record_id: str, taken: set[str]) -> str:
-    """Return the file name for the picture of a record, and add it to `taken`. The stem has up to 80 characters of the
-    id, with `_` for all but letters, digits and `.-`. Names differ also without case, as some file systems require.
+    """Return the file name for the picture of a record, and add the name to `taken`. It begins with up to 80 characters
+    of the id, with `_` instead of all characters except letters, digits and `.-`. Two names never differ only in case.
 
     >>> taken = set()
     >>> [file_name(record_id, taken) for record_id in ("sp|P1|N", "a/b", "a_b", "A_B", "..")]
@@ -65,7 +65,7 @@ def file_name(record_id: str, taken: set[str]) -> str:
     """
     base = re.sub(r"[^A-Za-z0-9._-]", "_", record_id)[:80]
     if base.startswith("."):
-        base = f"_{base[1:]}"  # Otherwise the file would be hidden, or the name would be a folder's.
+        base = f"_{base[1:]}"  # A name that begins with `.` is a hidden file, or the folder `..`.
     name, count = base, 1
     while name.lower() in taken:
         count += 1
@@ -76,8 +76,8 @@ def file_name(record_id: str, taken: set[str]) -> str:
 
 @contextmanager
 def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
-    """Provide a function that writes the picture of a record id. The pictures are moved to the folder when the block
-    ends, or removed if the block raises an error.
+    """Provide a function that takes a record id and a picture, and saves the picture. All pictures are moved to
+    `folder` when the `with` block ends, or removed if the block raises an error.
     """
     # An existing directory may be a mounted disk. Files from another disk cannot be renamed into it.
     with scratch_directory(folder / "pictures" if folder.is_dir() else folder) as work:
@@ -95,17 +95,18 @@ def draw(
     note: str = "",
     chains: Sequence[int] = (),
 ) -> bytes:
-    """Draw one map as a PNG, with the id as title, and return the bytes. The metadata `Title` is the full id.
+    """Draw the map of one record, with the id as title, and return the content of a PNG file. Its metadata `Title` is
+    the full id.
 
     Residues are counted from 1. Without labels, the colours are the same for all proteins: white is 0, dark blue is 1.
-    Pairs fewer than six residues apart in a chain are white, since contact heads learn nothing about them.
+    Pairs fewer than six residues apart in a chain are white, since contact heads learn nothing about these pairs.
 
     Args:
         probability_LL: the predicted probability of each pair.
         record_id: the id of the protein.
-        labels_LL: true contacts, which are drawn below the diagonal. Predictions are then drawn only above it.
-        note: a second line of the title.
-        chains: the number of residues of each chain. Lines divide the chains, and each chain is counted from 1.
+        labels_LL: true contacts, drawn below the diagonal. Predictions are then drawn only above the diagonal.
+        note: the second line of the title.
+        chains: the number of residues of each chain. Lines divide the chains, and residues are counted in each chain.
     """
     figure_of, settings = matplotlib_figure()
     with settings:
@@ -128,8 +129,9 @@ def draw_map(
     labels_LL: npt.NDArray[np.int8] | None = None,
     chains: Sequence[int] = (),
 ) -> Any:
-    """Draw a map on empty axes, and return its image; see `draw`. With true contacts the colour scale ends at the
-    highest probability, and the colours of contacts show the L best predictions among pairs with coordinates.
+    """Draw a map on empty axes of matplotlib, and return the image; see `draw` for the arguments. If `labels_LL` is
+    given, the colour scale ends at the highest probability, and coloured squares show contacts, and the L pairs with
+    coordinates whose predicted probability is highest.
     """
     length = len(probability_LL)
     apart_LL = np.arange(length) - np.arange(length)[:, None]
@@ -178,7 +180,7 @@ def _divide(axes: Any, chains: Sequence[int]) -> None:
         if start:
             axes.axvline(start + 0.5, color="black", linewidth=0.8)
             axes.axhline(start + 0.5, color="black", linewidth=0.8)
-        # The label of the first residue also has the number of the chain. It would cover a tick just before it.
+        # The long label of the first residue, with the number of the chain, would cover a tick just before it.
         inner = range(step, length + 1 - step // 2, step)
         ticks += [start + place for place in (1, *inner)]
         names += [f"{k}: 1", *map(str, inner)]

@@ -1,4 +1,4 @@
-"""Chooses variants to measure next: promising or uncertain candidates that differ from each other."""
+"""Chooses which variants to measure next: variants with high or uncertain predictions that differ from each other."""
 
 import itertools
 from collections.abc import Collection, Sequence
@@ -14,11 +14,11 @@ from esmshard.vocab import STANDARD
 KAPPA = 1.0
 """How many standard deviations the upper confidence bound adds to the mean prediction."""
 DIVERSITY = 0.15
-"""The cost of sharing a position, wild-type residue or mutant residue with a chosen variant, in standard deviations of
-the predictions. The value was tuned on beta-lactamase: `benchmarks/results`.
+"""The penalty on a candidate for each position, wild-type residue or mutant residue that it shares with a chosen
+variant, in standard deviations of the predictions. The value was tuned on beta-lactamase: `benchmarks/results`.
 """
 MOST, MOST_PASSES = 160_000, 20_000
-"""The maximum number of candidate combinations: 20^4, and less if each of them takes a forward pass."""
+"""The maximum number of candidate combinations: 20^4, or fewer if each combination takes a forward pass."""
 
 
 def candidates(
@@ -26,9 +26,10 @@ def candidates(
 ) -> tuple[list[tuple[Mutation, ...]], str]:
     """Return candidate variants, which change only the given sites of a protein, and a sentence about the candidates.
 
-    If `measured` is a combinatorial library (see `is_library`), candidates are combinations of letters at the sites:
-    all combinations, or at most `most` random ones with as many changes as measured variants have. Otherwise they are
-    single substitutions. `sites` count from 0. Sites without one of the 20 amino acids never change.
+    If `measured` is a combinatorial library (see `is_library`), candidates are combinations of letters at the sites.
+    These are all combinations, or at most `most` random combinations with as many changes as measured variants have.
+    Otherwise the candidates are single substitutions. `sites` are counted from 0. Sites with X or a rare letter are
+    left out.
     """
     sites = sorted(site for site in sites if protein[site] in STANDARD)
     if not is_library(measured):
@@ -69,9 +70,9 @@ def choose(
     """Choose variants to measure together, one after the other. Each choice is the variant with the highest
     mean + kappa x sd - diversity x spread x shared.
 
-    `sd` is the standard deviation of the models' predictions. After each choice it shrinks by the information that a
-    measurement of the chosen variant would give about the other variants (GP-BUCB: Desautels et al. 2014, JMLR 15:3873,
-    with the models in place of a Gaussian process). Half of each variance is not shared with other variants.
+    `sd` is the standard deviation of a variant's predictions over the models. After each choice, `sd` shrinks by the
+    information that a measurement of the chosen variant would give about the other variants (GP-BUCB: Desautels et al.
+    2014, JMLR 15:3873, with the models in place of a Gaussian process). Half of each variance stays independent.
 
     The models of a cross-validation differ much less than the variants do, so `sd` alone could choose the same
     substitution at every position. Shared traits therefore have a cost. `spread` is the standard deviation of the mean
@@ -81,9 +82,9 @@ def choose(
     Args:
         values_MN: predictions of M models for N variants; higher is better. With one model, `sd` is 0.
         variants: mutations of the N variants.
-        count: number of variants to choose, at most N.
-        kappa: see `KAPPA`.
-        diversity: see `DIVERSITY`. With 0, shared traits have no cost.
+        count: the number of variants to choose, at most N.
+        kappa: how many times `sd` is added; see KAPPA.
+        diversity: the cost of a shared trait; see DIVERSITY. With 0, shared traits have no cost.
 
     Returns:
         The indices of the chosen variants, in the order of choice.
@@ -103,7 +104,7 @@ def choose(
         shared_N += (traits_NK @ traits_NK[best].T).toarray()[:, 0] / changes_N
         direction_M = shared_MN[:, best].copy()
         total = direction_M @ direction_M + unshared_N[best]
-        if total > 0:  # Conditioning is a rank-one update of the covariance in the space of the models.
+        if total > 0:  # Conditioning on a measurement is a rank-one update of the covariance, in the space of models.
             length = direction_M @ direction_M
             share = (1 - np.sqrt(max(0.0, 1 - length / total))) / length if length > 0 else 0.0
             shared_MN = shared_MN - share * np.outer(direction_M, direction_M @ shared_MN)
@@ -111,7 +112,7 @@ def choose(
 
 
 def _traits(variants: Sequence[tuple[Mutation, ...]]) -> Any:
-    """Return the traits of each variant (position, wild-type and mutant residue), a sparse 0/1 matrix [N, traits]."""
+    """Return which traits (position, wild-type and mutant residue) each variant has, as a sparse 0/1 matrix [N, K]."""
     traits = [
         {trait for m in variant for trait in (f"at {m.position}", f"from {m.wild}", f"to {m.mutant}")}
         for variant in variants

@@ -1,4 +1,4 @@
-"""Computes a track of codes, such as ESM3's structure tokens, from structure files."""
+"""Computes the values of a track (a further model input), such as ESM3's structure tokens, from structure files."""
 
 from pathlib import Path
 
@@ -20,9 +20,9 @@ from esmshard.progress import Progress, say
 def write_codes(
     track: str, structures: Path, weights: Path, out: Path, *, device: DeviceName = None, overwrite: bool = False
 ) -> str:
-    """Write the codes of every protein chain to an `.npz` file, as one array [L] under the id of each chain. Return a
-    sentence about the file. `structures` is a PDB or mmCIF file, or a directory of such files. `weights` is the file of
-    the encoder's weights.
+    """Write an `.npz` file with the codes of every protein chain in structure files: one array [L] under the id of each
+    chain. Return a sentence about the written file. `structures` is a PDB or mmCIF file, or a directory of such files.
+    `weights` is the file with the weights of the encoder, which computes the codes.
     """
     encode, computing, edits = encoder_of(track), chosen_device(device), Edits()
     if out.suffix != ".npz":

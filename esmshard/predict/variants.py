@@ -38,13 +38,13 @@ Variant = tuple[Mutation, ...]
 SUMMARY = "summary.json"
 NOT_RANKED = "not ranked because"
 IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
-"""Columns with the mutations in the other numbering, if a table and the wild type are numbered differently."""
+"""The names of columns with the mutations in a second numbering, if the table and the wild type differ in numbering."""
 OUT_OF_FOLD, SEEN, VARIED = "out-of-fold prediction", "seen in training", "sites varied in training"
 DISAGREEMENT = "disagreement of models"
-"""The column with the standard deviation over the models of folds and seeds, in the unit of the target. It is not an
-error bar."""
+"""The name of the column with the standard deviation of the predictions over the models of all folds and seeds, in the
+unit of the target. This standard deviation is not an error bar."""
 LEVEL, RESIDUALS = 0.9, 50
-"""The share of the true values that intervals should contain, and the minimum number of residuals for intervals."""
+"""The share of measured values that intervals should contain, and the minimum number of errors to make intervals."""
 LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
 
 
@@ -53,24 +53,24 @@ LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
 
 @dataclass(frozen=True)
 class VariantRows:
-    """N variants of a protein, from N of the R rows of a table."""
+    """N variants of a protein, read from N of the R rows in a table."""
 
     protein: str
     columns: dict[str, list[str]]
-    """The columns of the table. Each has R cells."""
+    """The columns of the table by name. Each column has R cells."""
     mutations: list[Variant]
     """The mutations of each variant, without synonymous changes."""
     rows: list[int]
-    """The row number of each variant."""
+    """The index of each variant's row in the table, from 0."""
     left_out: dict[int, str]
-    """For each row number that has no variant, the reason."""
+    """For the index of each row without a usable variant, the reason why it was left out."""
     notices: list[str]
     offset: int
-    """The number that was added to the positions of the table."""
+    """The number that was added to the positions in the table to fit the numbering of the wild type."""
     table: Table | None = None
 
     def leave_out(self, why: Callable[[Variant], str], what: str) -> "VariantRows":
-        """Leave out the variants for which `why` returns a reason, and add a notice that begins with `what`."""
+        """Return a copy without the variants for which `why` returns a reason. Its new notice begins with `what`."""
         variant_of = dict(zip(self.rows, self.mutations, strict=True))
         reasons = {row: reason for row, variant in variant_of.items() if (reason := why(variant))}
         if not reasons:
@@ -83,19 +83,19 @@ class VariantRows:
         return replace(self, rows=rows, mutations=mutations, left_out=left_out, notices=notices)
 
     def measured(self, column: str) -> Array:
-        """Return the number in a column for each variant, float64 [N]; NaN for an empty cell."""
+        """Return the number that each variant has in the given column, float64 [N]; NaN for an empty cell."""
         assert self.table is not None
         return self.table.numbers(column)[self.rows]
 
 
 def listed(protein: str, variants: Sequence[Variant]) -> VariantRows:
-    """Make a table from variants that do not come from a file."""
+    """Return a table with a row for each of the given variants, which do not come from a file."""
     columns = {"mutant": [name_of(variant) for variant in variants]}
     return VariantRows(protein, columns, list(variants), list(range(len(variants))), {}, [], 0)
 
 
 def read_rows(path: Path, protein: str | Path, mutant: str | None, offset: int | Literal["auto"]) -> VariantRows:
-    """Read the variants of a table, without merging equal variants. See `read_variants` for unusable rows."""
+    """Read the variants of a table. Equal variants are not merged, and unusable rows are left out (`read_variants`)."""
     rules: Any = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep"}
     read = read_variants(path, wild_type=protein, mutant=mutant, targets=None, offset=offset, **rules)
     mutations = [tuple(m for m in variant if m.mutant != m.wild) for variant in read.mutations]
@@ -104,13 +104,13 @@ def read_rows(path: Path, protein: str | Path, mutant: str | None, offset: int |
 
 
 def single_substitutions(protein: str) -> list[Variant]:
-    """Return every substitution of every residue by one of the 20 amino acids, by position and letter."""
+    """Return all single substitutions of residues by one of the 20 amino acids, sorted by position and then letter."""
     return [(Mutation(n, wild, to),) for n, wild in enumerate(protein) for to in STANDARD if to != wild]
 
 
 def not_of_the_20(variant: Variant) -> str:
-    """Return why a variant cannot be scored, or an empty text. Other letters than the 20 amino acids are rare in the
-    training of a language model, so log p(mutant) - log p(X) would be high for every mutant.
+    """Return the reason why a variant cannot be scored, or an empty text. Letters other than the 20 amino acids are
+    rare in the training of a language model, so log p(mutant) - log p(X) would be high for every mutant.
 
     >>> not_of_the_20((Mutation(10, "X", "L"),))
     'the wild type has X at residue 11, which is none of the 20 amino acids'
@@ -125,7 +125,7 @@ def not_of_the_20(variant: Variant) -> str:
 
 
 def check_new(out: Path, columns: Mapping[str, object], new: Collection[str]) -> None:
-    """Refuse a table that already has a column with one of the `new` names."""
+    """Refuse to add columns with the names `new` to a table that already has one of these names."""
     if twice := [name for name in new if name in columns]:
         raise InputError(f"{out}: the table has a column '{twice[0]}' already; rename it in the input")
 
@@ -147,16 +147,16 @@ def write_table(
 
 @dataclass(frozen=True)
 class Known:
-    """What a run has recorded about variants. Keys are names of variants in the numbering of the wild type."""
+    """The records of a run about variants. The keys are names of variants in the numbering of the wild type."""
 
     measured: Mapping[str, str]
-    """The measured value of the first target, as text."""
+    """The measured value of the first target for each measured variant, as text."""
     out_of_fold: Mapping[str, Sequence[float]]
-    """For each variant, predictions of the T targets by models that were not trained on this variant."""
+    """For each variant, the predictions of T targets by models that were not trained on the variant."""
     fold: Mapping[str, int]
-    """The fold of each variant in `out_of_fold`."""
+    """The number of the fold in which each variant of the field `out_of_fold` was tested."""
     seen: frozenset[str] | None
-    """The variants that were used to train or select at least one model; None if this is not recorded."""
+    """The variants that were used to train or select at least one model; None if a model has no list of them."""
     verdict: str | None
     """The run's sentence on whether fine-tuning was better than the best baseline; None before the run is finished."""
 
@@ -167,7 +167,7 @@ class Known:
 
     @cached_property
     def sites(self) -> frozenset[int]:
-        """The positions that `variants` change, from 0."""
+        """The positions, counted from 0, that at least one variant in `variants` changes."""
         return frozenset(mutation.position for variant in self.variants for mutation in variant)
 
 
@@ -190,14 +190,14 @@ def models_of(run: str) -> list[Path]:
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    """Return the content of the file `summary.json` of a cross-validation; empty if there is no such file."""
+    """Return the content of the file `summary.json` in the directory of a cross-validation; empty without this file."""
     summary: dict[str, Any] = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}
     return summary
 
 
 def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method: str = "predicted") -> Known:
-    """Read what a run and its models have recorded about variants. `method` is `predicted` for the out-of-fold
-    predictions of the models, or the name of a baseline, which predicts only the first target.
+    """Read the records of a run and of its models about variants. The argument `method` is `predicted` for out-of-fold
+    predictions of the models, or the name of a baseline for predictions of this baseline of the first target.
     """
     files = [model / SEEN_FILE for model in models]
     trained_on = None
@@ -217,9 +217,9 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
 
 
 def rows_of_run(run: Path) -> list[dict[str, str]]:
-    """Read the rows with a variant from a run's `variants.csv`; empty if there is no such file. Return only the columns
-    that the run added. They come after the columns of the user's table. If the user's table has a column of the same
-    name, the names of all added columns have a prefix.
+    """Read the rows with a variant from the file `variants.csv` of a run; return an empty list without this file. Only
+    the columns that the run added after the columns of the user's table are returned. In the file, the names of these
+    columns have a prefix if the user's table has the same names. The prefix is removed.
     """
     if not (path := run / OUT_OF_FOLD_FILE).is_file():
         return []
@@ -234,8 +234,9 @@ def rows_of_run(run: Path) -> list[dict[str, str]]:
 
 
 def better_baseline(summary: Mapping[str, Any]) -> str | None:
-    """Return the short name of the best baseline, if it was better than the fine-tuned model in a `summary.json`, else
-    None. Better means that the whole interval of the difference is below 0, or the difference if it has no interval.
+    """Return the short name of the best baseline that was better than the fine-tuned model, or None. `summary` is the
+    content of `summary.json`. A baseline was better if the whole interval of the difference between model and baseline
+    is below 0. Without an interval, the difference itself must be below 0.
     """
     scores = summary.get("joint", {})
     better = {
@@ -267,32 +268,32 @@ def rank(
     overwrite: bool = False,
 ) -> int:
     """Rank variants, best first, write a CSV file, and return the number of rows. The file `OUT.json` records how the
-    file was made, and how far the ranking can be trusted.
+    CSV file was made, and how far the ranking can be trusted.
 
-    The first columns are those of `table`, or `mutant` and `measured`. If table and wild type are numbered differently,
-    a column with the other numbering follows. Then come the columns of `_columns`, and `not ranked because` for a
-    table. Rows of the table that cannot be used are at the end, without ranks. If the wild type was measured, rows of
-    the wild type (`WT`, or a synonymous change) are not ranked, since their value is known.
+    The first columns are the columns of `table`, or `mutant` and `measured`. If table and wild type are numbered
+    differently, a column with the second numbering is among them. Then come the columns from `_columns`, and for a
+    table `not ranked because`. Rows of the table that cannot be used are at the end, without ranks. If the wild type
+    was measured, rows of the wild type (`WT`, or a synonymous change) are not ranked, since their value is known.
 
     Args:
-        run: a run of task `variant`; see `models_of`.
-        table: a table of variants to rank; None for all single substitutions.
-        out: a `.csv` file.
+        run: the directory of a run of task `variant`; see `models_of`.
+        table: a table of variants to rank; if None, see `all_singles`.
+        out: the `.csv` file to write.
         mutant: the column with the mutations.
         offset: a number to add to the positions of `table`; by default the offset of the run's table.
         propose: how many variants to propose. `proposals.choose` chooses them among variants that were not measured.
-        kappa: see `proposals.choose`.
-        diversity: see `proposals.choose`.
+        kappa: the weight of the uncertainty; see `proposals.choose`.
+        diversity: the cost of shared traits; see `proposals.choose`.
         sites: the sites that proposals may change: positions in the numbering of the table, divided by commas, or
-            `all`; by default the sites at which training variants differ from the wild type.
-        baseline: rank by this baseline (a name in `SHORT`, or its long name), fitted to all measured variants.
-        all_singles: without a table, rank all single substitutions; if False, rank `proposals.candidates`.
-        device: see `chosen_device`.
+            `all`; by default the sites at which measured or training variants differ from the wild type.
+        baseline: rank by this baseline (a short name in SHORT, or a full name), fitted to measured variants.
+        all_singles: without a table, rank all single substitutions; if False, the variants of `proposals.candidates`.
+        device: the name of the device; see `chosen_device`.
         overwrite: replace `out`.
 
     Raises:
-        InputError: the run or table cannot be used, or the table does not fit the numbering.
-        UsageError: arguments contradict each other, or files exist.
+        InputError: the run or the table cannot be used, or the table does not fit the numbering of the wild type.
+        UsageError: two arguments contradict each other, or the files to write exist already.
     """
     if out.suffix != ".csv":
         raise UsageError(f"{out}: variants are ranked in a .csv file; give it that ending")
@@ -369,7 +370,9 @@ def rank(
 
 
 def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) -> VariantRows:
-    """Return a table of those variants whose changes all lie in the part of the protein that the model reads."""
+    """Return a table of the variants that can be ranked: all changes are between two of the 20 amino acids, and lie in
+    the part of the protein that the model reads.
+    """
     offset = int(task.facts["offset"])
     rows = listed(task.facts["protein"], [variant for variant in variants if _inside(task, variant)])
     rows = rows.leave_out(not_of_the_20, "not ranked")
@@ -382,14 +385,14 @@ def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) ->
 
 
 def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, offset: int | None) -> VariantRows:
-    """Read the variants of a table. By default its numbering is the same as in the run's table."""
+    """Read the variants of the table at `path`. By default this table and the run's table have the same numbering."""
     of_run = int(task.facts["offset"])
     try:
         rows = read_rows(path, task.facts["protein"], mutant, of_run if offset is None else offset)
     except UsageError:
         if offset is not None:
             raise
-        rows = read_rows(path, task.facts["protein"], mutant, 0)  # whole sequences have no positions to shift
+        rows = read_rows(path, task.facts["protein"], mutant, 0)  # tables of whole sequences have no positions to shift
     if rows.offset or offset not in (None, of_run):
         rows.notices.append(
             f"{path}: positions were shifted by {rows.offset:+d}, and the positions of the run's table by {of_run:+d}"
@@ -412,7 +415,7 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
 
 
 def _of_candidates(task: VariantTask, known: Known, sites: str | None, method: str | None) -> VariantRows:
-    """Return a table of the variants from `proposals.candidates`."""
+    """Return a table of the candidate variants from the function `proposals.candidates`."""
     if sites == "all" and is_library(known.variants):
         raise UsageError("--sites all: too many combinations; name the sites, or add --all-singles")
     passes = method == FROZEN or (method is None and task.settings.pool != "wild_type")
@@ -424,7 +427,7 @@ def _of_candidates(task: VariantTask, known: Known, sites: str | None, method: s
 
 
 def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) -> Collection[int]:
-    """Convert `sites`, an argument of `rank`, to the positions that proposals may change, from 0."""
+    """Convert the argument `sites` of `rank` to positions, counted from 0, which proposed variants may change."""
     length = len(task.facts["protein"])
     if sites == "all" or (sites is None and not known.sites):
         return range(length)
@@ -454,12 +457,12 @@ def _columns(
     values_MNT: npt.NDArray[np.float32],
     limits: tuple[float, float],
 ) -> dict[str, list[str]]:
-    """Return the new columns of N variants.
+    """Return the columns that are added to the table of N ranked variants.
 
-    They are `prediction` (the mean over the models, in the unit of the target), the limits of its interval,
-    `disagreement of models` and `rank`. Then come `out-of-fold prediction` (by models that were not trained on the
-    variant), `seen in training` and `sites varied in training` (yes or no). With several targets, the names of
-    prediction columns end with the target's name. Rank and interval always belong to the first target.
+    These are `prediction` (the mean over the models, in the unit of the target), two columns with the limits of the
+    prediction's interval, `disagreement of models` and `rank`. Then come `out-of-fold prediction` (by models that were
+    not trained on the variant), `seen in training` and `sites varied in training` (yes or no). With several targets,
+    the names of prediction columns end with the target's name. Rank and interval always belong to the first target.
     """
     names = [name_of(variant) for variant in variants]
     varied = [all(mutation.position in known.sites for mutation in variant) for variant in variants]
@@ -485,8 +488,8 @@ def _columns(
 
 
 def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection[int]) -> list[int]:
-    """Return the indices of the variants that were not measured and change only `allowed` positions. `UsageError` if
-    there are fewer than `count` of them.
+    """Return the indices of the variants that were not measured and change only `allowed` positions. Equal variants
+    count once. Raises `UsageError` if there are fewer than `count` of these variants.
     """
     number_of = {variant: n for n, variant in reversed(list(enumerate(rows.mutations)))}  # rows may have equal variants
     new = [variant for variant in number_of if variant and name_of(variant) not in known.measured]
@@ -502,13 +505,13 @@ def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection
 
 
 def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]:
-    """Return the two limits of the error of a prediction of the first target, facts about the interval, and a sentence
-    about its coverage. A prediction plus these limits is its interval. With too few out-of-fold predictions, both are
-    NaN.
+    """Return the lower and the upper limit of prediction errors, facts about the interval for a JSON file, and a
+    sentence about the coverage. The interval of a prediction of the first target is the prediction plus each limit.
+    With too few out-of-fold predictions, both limits are NaN.
 
     The limits are the 5% and 95% quantiles of the out-of-fold errors, corrected for the number of errors (split
-    conformal; Vovk et al. 2005, Algorithmic Learning in a Random World). They hold for variants like the measured ones.
-    The coverage of each fold is measured with limits from the errors of the other folds.
+    conformal; Vovk et al. 2005, Algorithmic Learning in a Random World). The limits hold for variants that are like the
+    measured variants. The coverage of each fold is measured with limits from the errors of the other folds.
     """
     names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
     error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])
@@ -537,7 +540,7 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
 
 
 def _error_limits(error_N: Array) -> tuple[float, float]:
-    """Return limits that contain a share LEVEL of future errors, if these are exchangeable with the N given errors."""
+    """Return limits that contain a share LEVEL of future errors, if future and given errors are exchangeable."""
     count = len(error_N)
     above = min(int(np.ceil((count + 1) * (1 + LEVEL) / 2)), count)
     sorted_N = np.sort(error_N)
@@ -548,12 +551,12 @@ def _error_limits(error_N: Array) -> tuple[float, float]:
 
 
 def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[np.float32]:
-    """Predict the targets of variants with one model, float32 [N, T]. `InputError` if a variant cannot be predicted."""
+    """Predict T targets of N variants with one model, float32 [N, T]. `InputError` if a variant cannot be predicted."""
     task, values = finetuned.task, list[npt.NDArray[np.float32]]()
     assert isinstance(task, VariantTask)
     examples = _examples(task, mutations)
-    # Each pack also computes the wild type, so packs are large. With pool wild_type a pack computes only the wild type,
-    # so a variant counts as one token.
+    # Each batch also computes the wild type, so batches are large. With pool `wild_type` a batch computes only the wild
+    # type, so a variant counts as one token.
     tokens_N = np.ones_like(examples.tokens) if task.settings.wild_type_alone else examples.tokens
     with Progress("predict", len(examples)) as progress:
         for value in heads.predictions(finetuned, tokens_N, lambda n: task.question(examples.get(n)), heads.TOKENS):
@@ -567,8 +570,8 @@ def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArr
 def _by_baseline(
     name: str, finetuned: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
 ) -> npt.NDArray[np.float32]:
-    """Fit a baseline to at most `VariantTask.baseline_records` measured variants, as in the cross-validation. Predict N
-    variants, float32 [N]. `finetuned` is any model of the run.
+    """Fit a baseline to at most `VariantTask.baseline_records` measured variants, as in the cross-validation. Return
+    the predictions of N variants by this baseline, float32 [N]. `finetuned` is any model of the run.
     """
     task, target = finetuned.task, finetuned.task.names[0]
     assert isinstance(task, VariantTask)
@@ -606,9 +609,9 @@ def _examples(task: VariantTask, variants: Sequence[Variant]) -> Examples:
 def compared(
     known: Known, names: Sequence[str], predicted_N: Array, measured_N: Array, target: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare predictions of N variants with measured values of a table, where NaN means no value. Return facts for a
-    JSON file, and messages for the user. For variants that were used in training, out-of-fold predictions are compared
-    within folds. For other variants, `predicted_N`, the means over all models, are compared.
+    """Compare predictions of N variants with the measured values of a table, where NaN means no value. Return facts for
+    a JSON file, and messages for the user. For variants that were used in training, out-of-fold predictions are
+    compared within folds. For other variants, the means over all models (`predicted_N`) are compared.
     """
     has_N = ~np.isnan(measured_N)
     facts: dict[str, Any] = {"target": target, "rows_with_values": int(has_N.sum())}
@@ -642,7 +645,7 @@ def compared(
 
 
 def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
-    """Return a text with the correlation and its interval, or with the reason why the correlation is undefined."""
+    """Return a text about Spearman's correlation: its value and interval, or the reason why it is undefined."""
     if np.isnan(rho.value):
         return f"Spearman with {target} undefined: it needs two different values and two different predictions"
     of = f"no interval, for an interval takes {LEAST} {unit}s" if np.isnan(rho.low) else f"95% over {unit}s"

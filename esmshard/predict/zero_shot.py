@@ -52,7 +52,7 @@ METHODS = get_args(Method)
 SequenceMethod = Literal["pseudo-perplexity", "one-pass"]
 MASKED, ONE_PASS = get_args(SequenceMethod)
 NOT_SCORED = "not scored because"
-"""The name of the last column in a table of variants. It says why a row has no score."""
+"""The name of the last column in a table of scored variants. The column says why a row has no score."""
 
 Array = npt.NDArray[np.float64]
 
@@ -71,17 +71,17 @@ def score(
     probability at the masked site of the wild type. This takes one forward pass for each site, for any number of
     variants. `wild-type-marginals` is the same sum from one pass in which nothing is masked. `pseudo-perplexity` is
     the negative logarithm of the pseudo-perplexity: the mean of log p over the residues of the variant, each masked in
-    turn, which takes a pass for each residue of each variant. Only the 20 amino acids count. (fair-esm's script reads
-    the wrong site and skips the last one.) With the first two methods the score of the wild type is 0. NaN means no
-    score; see `not_of_the_20`.
+    turn. This takes a pass for each residue of each variant. Only the 20 amino acids count. (fair-esm's script reads
+    the wrong site and skips the last site.) With the first two methods the score of the wild type is 0. The score of a
+    variant that cannot be scored is NaN; see `not_of_the_20`.
 
     Args:
         model: a model with a trained LM head.
-        wild_type: residues of the wild type.
-        variants: mutations of each variant; empty for the wild type.
-        method: see above.
-        window: how many residues of a longer protein the model reads at once; by default as many as in training.
-        tracks: tracks of the wild type by name, [L + 2, ...]. All variants have the same tracks.
+        wild_type: the residues of the wild type.
+        variants: the mutations of each variant; no mutation for the wild type.
+        method: one of the three methods above.
+        window: how many residues of a longer protein the model reads at once; by default as many as in its training.
+        tracks: the values of each track of the wild type, by name, [L + 2, ...]. All variants have the same tracks.
     """
     if method not in METHODS:
         raise UsageError(f"method is {method!r}; it is one of {', '.join(METHODS)}")
@@ -131,24 +131,24 @@ def score_table(
 
     The file has the columns of the table, a column with the scores, which is named after the method, and a column `not
     scored because`. With several models the score is the mean over the models, and the column `METHOD_sd` has the
-    standard deviation. A row that cannot be scored, such as a stop codon, keeps its place and has an empty score.
+    standard deviation. A row that cannot be scored, such as a stop codon, stays in the file and has an empty score.
 
-    If the table has measured values, the message has Spearman's correlation with its interval, or the reason why it is
-    undefined. The file `OUT.json` records method, numbering, and all rows that were not scored.
+    If the table has measured values, the message has Spearman's correlation with its interval, or the reason why the
+    correlation is undefined. The file `OUT.json` records the method, the offset of the numbering, and notices.
 
     Args:
-        model: see `weights.read`.
-        wild_type: FASTA file with one protein.
-        table: table of variants; None for all single substitutions.
-        out: a `.csv` file.
-        method: see `score`.
-        mutant: see `read_variants`.
-        target: column of measured values; by default the only column with a usual name.
-        offset: see `read_variants`.
-        ensemble: more models.
-        window: see `score`. The default for several models is the smallest of their default windows.
+        model: the name or path of a language model; see `weights.read`.
+        wild_type: a FASTA file with one protein.
+        table: the table of variants; None for all single substitutions.
+        out: the `.csv` file to write.
+        method: the name of a method; see `score`.
+        mutant: the column with the mutations; see `read_variants`.
+        target: the column of measured values; by default the only column with a usual name.
+        offset: the number that is added to the positions of the table; see `read_variants`.
+        ensemble: the names or paths of further models.
+        window: the window in residues; see `score`. For several models the default is the smallest default window.
         tracks: for the name of each track of the wild type, a path or `inside`.
-        device: see `chosen_device`.
+        device: the name of the device; see `chosen_device`.
         overwrite: replace `out`.
     """
     if out.suffix != ".csv":
@@ -192,7 +192,9 @@ def score_table(
 
 
 def _measured(table: Table, target: str | None) -> str | None:
-    """Return the name of the column of measured values: `target`, or the only column with a usual name; else None."""
+    """Return the name of the column of measured values: `target`, or the only column with a usual name. Without
+    `target`, return None if there is no such column, if there are several, or if it has cells that are not numbers.
+    """
     usual = {name.lower() for name in TARGET_COLUMNS}
     names = [target] if target else [name for name in table.columns if name.lower() in usual]
     if len(names) != 1:
@@ -207,7 +209,7 @@ def _measured(table: Table, target: str | None) -> str | None:
 
 
 def _cells(rows: VariantRows, value_N: Array) -> list[str]:
-    """Return the cells of a column with one value for each variant. Rows without a variant have empty cells."""
+    """Return the cells of a new column, with the value of each variant. Rows without a variant have empty cells."""
     cells = [""] * len(next(iter(rows.columns.values())))
     for row, value in zip(rows.rows, value_N.tolist(), strict=True):
         cells[row] = text(value)
@@ -215,7 +217,7 @@ def _cells(rows: VariantRows, value_N: Array) -> list[str]:
 
 
 def _agreement(rows: VariantRows, score_N: Array, measured: str, value_N: Array) -> str:
-    """Return a sentence on the correlation of scores with measured values, averaged over equal variants."""
+    """Return a sentence about the correlation of scores with measured values. Values of equal variants are averaged."""
     rows_of = defaultdict[Variant, list[int]](list)
     for n in np.flatnonzero(~np.isnan(value_N)).tolist():
         rows_of[rows.mutations[n]].append(n)
@@ -231,9 +233,9 @@ def _agreement(rows: VariantRows, score_N: Array, measured: str, value_N: Array)
 def _open(
     names: Sequence[str], window: int | None, tracks: Mapping[str, str], chains: Chains | None = None
 ) -> tuple[list[Weights], int]:
-    """Open all models and check them before any of them computes. Also return the window: how many residues of a long
-    protein each model reads at once. The default is the smallest window in training of these models. All models get
-    the same tracks, and by default join chains as the first model does.
+    """Open all models, and check every model before the first model computes. Also return the window: how many residues
+    of a long protein each model reads at once. The default is the smallest window with which the models were trained.
+    All models get the same tracks, and by default all join chains as the first model does.
     """
     if len(set(names)) < len(names):
         raise UsageError(f"--ensemble: a model is named twice ({', '.join(names)}); name each model once")
@@ -254,7 +256,7 @@ def _open(
 
 
 def _of_each(opened: Sequence[Weights], device: torch.device, compute: Callable[[Trunk], Any]) -> Array:
-    """Return the results of `compute` for each model, [M, ...]. Only one model at a time is in memory."""
+    """Return the result of `compute` for each of M models, [M, ...]. Only one model at a time is in memory."""
     values = []
     for language_model in opened:
         weights.report_altered(language_model.files)
@@ -263,7 +265,7 @@ def _of_each(opened: Sequence[Weights], device: torch.device, compute: Callable[
 
 
 def check_finite(score_MN: npt.NDArray[np.floating], model: str) -> None:
-    """Refuse scores, [M, N], that are no finite numbers."""
+    """Refuse the scores of M models for N variants or records, [M, N], if a score is NaN or infinite."""
     if wrong := int((~np.isfinite(score_MN)).any(0).sum()):
         raise InputError(
             f"{model}: {wrong:,} of {score_MN.shape[-1]:,} scores are no finite numbers, since its weights are damaged "
@@ -287,7 +289,7 @@ def score_sequences(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> str:
-    """Write a table with a row for each record, in input order. Return a message for the user.
+    """Score whole sequences, and write a table with a row for each record. Return a message for the user.
 
     The columns are `id`, `length` and:
     - `not_scored`: the number of residues that are none of the 20 amino acids, and therefore not in the sum;
@@ -296,20 +298,20 @@ def score_sequences(
     - `mean_log_p`: this sum divided by the number of scored residues;
     - `pseudo_perplexity`: exp(-mean_log_p).
     The last three names begin with `one_pass_` for the method `one-pass`. With several models the sum and `mean_log_p`
-    are means over the models, and `mean_log_p_sd` is the standard deviation over the models. If no residue is scored,
-    these numbers are missing. The file `OUT.json` records how the table was made.
+    are means over the models, and `mean_log_p_sd` is the standard deviation over the models. If no residue of a record
+    is scored, these numbers are missing. The file `OUT.json` records how the table was made.
 
     Args:
-        model: see `weights.read`.
-        fasta: see `heads.predict`.
-        out: a `.csv` or `.parquet` file.
-        method: `pseudo-perplexity` masks each residue in turn, with one pass for each. `one-pass` estimates the same
-            from one pass for each window (`marginals.as_masked`).
-        ensemble: more models.
+        model: the name or path of a language model; see `weights.read`.
+        fasta: the input file or directory; see `heads.predict`.
+        out: the `.csv` or `.parquet` file to write.
+        method: `pseudo-perplexity` masks each residue in turn, with one forward pass for each residue. `one-pass`
+            estimates the same numbers from one pass for each window (see `marginals.as_masked`).
+        ensemble: the names or paths of further models.
         window: how many residues of a longer record the models read at once; see `score_table`.
         tracks: for the name of each track, a path or `inside` (docs/tracks.md).
-        join: how the chains of a record are joined (docs/chains.md); by default as the model does.
-        device: see `chosen_device`.
+        join: how the chains of a record are joined (docs/chains.md); by default as the model joins chains.
+        device: the name of the device; see `chosen_device`.
         overwrite: replace `out`.
     """
     if method not in get_args(SequenceMethod):
@@ -329,7 +331,7 @@ def score_sequences(
                 f"of {family.title}; pass --method {MASKED}"
             )
     with tempfile.TemporaryDirectory(prefix="esmshard-score-") as scratch:
-        # The whole input is read before it is scored, so that a bad record at the end costs seconds, not a night.
+        # The whole input is read before the first record is scored, so that a bad record at the end costs only seconds.
         chains = opened[0].config.chains
         examples, notices = read_input(model, fasta, tracks, Path(scratch), chains)
         further = [notice for name in ensemble for notice in without_tracks(name, tracks)]
@@ -359,7 +361,7 @@ def score_sequences(
 def _columns(
     opened: Sequence[Weights], device: torch.device, examples: Examples, method: str, window: int
 ) -> dict[str, npt.NDArray[Any]]:
-    """Compute all columns of numbers, int64 or float64 [N] each."""
+    """Compute all columns of the table except the ids. Each column has a number for each of N records, [N]."""
     records = map(examples.store.residues, range(len(examples)))
     length_N, scored_N = np.array([(is_residue(tokens).sum(), len(scored_residues(tokens))) for tokens in records]).T
 

@@ -1,1 +1,1 @@
-"""The typed recipe: its sections, and the reading, checking and writing of YAML files, without torch."""
+"""Recipes with typed keys: the sections of a recipe, and reading, checking and writing of YAML files, without torch."""

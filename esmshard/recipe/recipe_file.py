@@ -3,9 +3,9 @@
 A recipe is one YAML file. `resolve` finds the file by its path or by the name of a shipped recipe. `load` reads the
 file, applies `key=value` overrides, makes paths absolute, and reports all problems at once, each with line and column.
 
-Paths: `sample:NAME` is data shipped with the package, and `s3://` and `gs://` are addresses in buckets. Other paths are
-relative to the recipe file. Only `out`, and paths in overrides, are relative to the working directory. `~` is expanded,
-and so is `${VAR}` if HARMLESS matches the variable.
+Paths: `sample:NAME` is data shipped with the package. Paths that begin with `s3://` or `gs://` are addresses in
+buckets. Other paths are relative to the recipe file. Only `out`, and paths in overrides, are relative to the working
+directory. `~` is expanded, and `${VAR}` is expanded if the variable is in HARMLESS.
 """
 
 import os
@@ -26,16 +26,17 @@ from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
 
 _DATA_PATHS = ("train", "valid", "test", "labels", "mask", "complexes", "clusters", "table", "wild_type")
 PATH_KEYS = (("model", "name"), *(("data", key) for key in _DATA_PATHS), ("out",))
-"""The keys whose values are paths. The values of `data.tracks` are paths, too."""
+"""The keys of a recipe whose values are paths, except `data.tracks`, which holds several paths."""
 
 TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"))
-"""Each item is a section and two of its keys. A recipe sets only one of these two keys."""
+"""Each item is the name of a section and two keys of this section. A recipe sets only one of these two keys."""
 
 HARMLESS = r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+"  # SLURM_JWT is a password for Slurm's server
-"""Environment variables that a recipe may read. None holds a secret, since a stranger may have written the recipe."""
+"""A pattern for the environment variables that a recipe may read. No such variable holds a secret, since a stranger may
+have written the recipe."""
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
-"""The start of a recipe's first line, which tells editors where the schema is."""
+"""The start of the first line of a recipe. This line tells editors where the schema is."""
 
 
 def names() -> list[str]:
@@ -44,7 +45,7 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> Path:
-    """Return the path of a recipe. `name` is this path, or the name of a shipped recipe."""
+    """Return the path of a recipe. The argument `name` is a path, or the name of a shipped recipe."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -57,7 +58,7 @@ def resolve(name: str) -> Path:
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe, apply overrides, and check it.
+    """Read a recipe from the file `path`, apply overrides such as `optim.lr=1e-4`, and check the recipe.
 
     Raises `UsageError` with a sentence for each problem, such as `recipe.yaml:4:3: optim.lrr: unknown key; did you mean
     'lr'?`.
@@ -66,7 +67,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
-    """Read a recipe and apply overrides, without checking it. `checked` does that."""
+    """Read a recipe and apply overrides, without checking the recipe. The function `checked` checks the result."""
     tree = read(path, "a recipe", Recipe)
     for override in overrides:
         tree.override(override)
@@ -78,8 +79,9 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def _make_room(tree: Tree, path: Path) -> None:
-    """Remove keys of the file that contradict an override. If an override sets a key of TWO_WAYS, remove the other key.
-    If an override sets `data.train`, remove the sample or placeholder of the validation and test sets.
+    """Remove keys of the recipe file that contradict an override. If an override sets one of two keys in TWO_WAYS,
+    remove the other key. If an override sets `data.train` to other data than a sample, remove samples and placeholders
+    in `data.valid` and `data.test`.
     """
     for section, *keys in TWO_WAYS:
         node = tree.node.get(section)
@@ -100,7 +102,7 @@ def _is_sample(value: object) -> bool:
 
 
 def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """For each path in a recipe, yield the mapping that holds it, and its keys, such as `("data", "train")`."""
+    """For each path in a recipe, yield the mapping with the path, and the path's keys, such as `("data", "train")`."""
     data = recipe.get("data")
     tracks = data.get("tracks") if isinstance(data, dict) else None
     names = [name for name in tracks if isinstance(name, str)] if isinstance(tracks, dict) else []
@@ -113,12 +115,12 @@ def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
 
 
 def checked(tree: Tree) -> Recipe:
-    """Check the result of `opened`. It raises the same errors as `load`."""
+    """Check the result of the function `opened`, and return the recipe. The errors are the same as of `load`."""
     return tree.checked(Recipe, sections())
 
 
 def dump(recipe: Recipe) -> str:
-    """Return the resolved recipe as YAML, with all keys."""
+    """Return a checked recipe as the text of a YAML file, with all keys."""
     out = StringIO()
     yaml = YAML()
     yaml.width = 1000
@@ -127,8 +129,8 @@ def dump(recipe: Recipe) -> str:
 
 
 def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return a copy of a dumped recipe that can be shared in a file in `directory`. Paths of data and `out` become the
-    names of the files. The path of the model becomes relative to the directory.
+    """Return a copy of a dumped recipe that can be shared in `directory`. Paths in `data` and `out` become the names of
+    the files, without directories. The path of the model becomes relative to `directory`.
     """
     shared = deepcopy(dict(recipe))
     for section, keys in _paths(shared):
@@ -140,18 +142,18 @@ def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a recipe, for editors. It is shipped as `recipes/schema.json`."""
+    """Return the JSON schema of a recipe, for editors. The file `recipes/schema.json` contains this schema."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
 
 
 def description(name: str) -> str:
-    """Return the description of a shipped recipe, which is its first comment after the schema line."""
+    """Return the description of a shipped recipe: the first comment line of its file after the schema line."""
     lines = (shipped("recipes") / f"{name}.yaml").read_text(encoding="utf-8").splitlines()
     return next((line[1:].strip() for line in lines if line.startswith("#") and not line.startswith(SCHEMA_LINE)), "")
 
 
 def copy_of(path: Path) -> str:
-    """Return the text of a recipe, with the path of the installed schema in its first line."""
+    """Return the text of a recipe file. If the first line names a schema, change it to name the installed schema."""
     first, newline, rest = path.read_text(encoding="utf-8").partition("\n")
     if first.startswith(SCHEMA_LINE):
         first = f"{SCHEMA_LINE}{shipped('recipes') / 'schema.json'}"
@@ -159,7 +161,7 @@ def copy_of(path: Path) -> str:
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
-    """Return a text for each key whose value differs, such as `optim.lr (0.001, was 0.002)`."""
+    """Return a text for each key whose value differs between two recipes, such as `optim.lr (0.001, was 0.002)`."""
     a, b = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
     return [
         f"{key} ({b.get(key)}, was {a.get(key)})" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
@@ -175,7 +177,7 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
-    """Expand `${VAR}` and `~`, and make a path absolute. Names of samples and models stay unchanged."""
+    """Expand `${VAR}` and `~` in a path of a recipe, and make the path absolute. Names of samples and models stay."""
     text, key, problem = str(node[keys[-1]]), ".".join(keys), None
     for name in re.findall(r"\$\{(\w+)\}", text):
         if not re.fullmatch(HARMLESS, name):

@@ -1,11 +1,11 @@
-"""Reads the file of a search over settings of a recipe, such as this one.
+"""Reads the file of a sweep, a search for the best settings of a recipe. The file looks like this example.
 
     space:
       optim.lr: {low: 1.0e-5, high: 1.0e-3, log: true}
       adapt.rank: {choices: [4, 8, 16]}
 
-Errors are reported as for a recipe. Before training, the recipe is checked with both ends of each range and with every
-choice. This module does not import torch.
+Errors in the file are reported as for a recipe. Before training, the recipe is checked with both ends of each range and
+with every choice. This module does not import torch.
 """
 
 import json
@@ -25,8 +25,8 @@ REFUSED = (
     *("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel"),
     "batch.tokens_per_rank",
 )
-"""Keys and sections that cannot be searched. All trials have the same task, data and validations. Each trial has its
-own directory. The seed is not searched, since the best seed is only luck.
+"""The keys and sections of a recipe that cannot be searched. All trials have the same task, data and validations. Each
+trial has its own directory. The seed is not searched, since the best seed is only luck.
 """
 
 MOST_CELLS = 10_000
@@ -36,18 +36,18 @@ Number = int | float
 
 
 class SearchSpace(Settings):
-    """The values to search for one key: `choices`, or all numbers from `low` to `high`."""
+    """The values of one recipe key that the search may try: `choices`, or all numbers from `low` to `high`."""
 
     low: Number | None = None
-    """The lowest number."""
+    """The lowest number that the search may try."""
     high: Number | None = None
-    """The highest number. The search includes it."""
+    """The highest number that the search may try."""
     step: Number | None = Field(None, gt=0)
     """The distance between neighbouring values, starting at `low`. The default for whole numbers is 1."""
     log: bool = False
-    """Whether values are drawn evenly on a logarithmic scale, which suits learning rates."""
+    """Whether values are chosen evenly on a logarithmic scale, which suits learning rates."""
     choices: tuple[Any, ...] | None = Field(None, strict=False)
-    """A list of the values to search, in the type of the key."""
+    """A list of the values that the search may try, in the type of the key."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> "SearchSpace":
@@ -64,17 +64,17 @@ class SearchSpace(Settings):
 
     @property
     def is_whole(self) -> bool:
-        """Whether the values are whole numbers."""
+        """Whether the range has only whole numbers."""
         return isinstance(self.low, int)
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The values that are checked before training: all choices, or both ends of the range."""
+        """The values with which the recipe is checked before training: all choices, or both ends of the range."""
         return (self.low, self.high) if self.choices is None else self.choices
 
     @property
     def cells(self) -> tuple[Any, ...] | None:
-        """All values in their order; None if there are infinitely many."""
+        """All values that a grid tries, in their order; None if there are infinitely many values, without `step`."""
         if self.choices is not None:
             return self.choices
         step = self.step or (1 if self.is_whole and not self.log else None)
@@ -85,38 +85,38 @@ class SearchSpace(Settings):
 
 
 class SweepSettings(Settings):
-    """A search over settings of a recipe (docs/sweep.md)."""
+    """The settings of a sweep, a search for the best settings of a recipe (docs/sweep.md)."""
 
     space: dict[str, SearchSpace] = Field(min_length=1)
-    """The keys to search, such as `optim.lr`, and the values of each key."""
+    """The recipe keys to search, such as `optim.lr`, and the values that may be tried for each key."""
     sampler: Literal["tpe", "random", "grid"] = "tpe"
-    """How values are chosen. `tpe` draws 10 random trials, and then values near those of good trials (Bergstra et al.
-    2011). `random` ignores earlier trials. `grid` tries every combination once."""
+    """How values are chosen. `tpe` chooses random values for 10 trials, and then values near the values of good trials
+    (Bergstra et al. 2011). `random` ignores earlier trials. `grid` tries every combination of values once."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """The seed for the choice of values. The seed of the training is in the recipe."""
+    """The random seed for the choice of values. The seed of the training is in the recipe."""
     pruner: Literal["median", "none"] = "median"
     """`median` stops a trial whose best validation so far is worse than the median of the other trials at the same
     step. `none` trains every trial to its end."""
     prune_after_trials: int = Field(5, ge=1, le=10**6)
     """How many trials must be finished before the pruner may stop a trial."""
     prune_after_steps: int = Field(0, ge=0, le=10**8)
-    """The pruner never stops a trial in its first steps; this is their number."""
+    """The number of optimizer steps at the start of each trial in which the pruner never stops the trial."""
     metric: Literal["headline", "loss"] = "headline"
-    """The validation value by which trials are compared. `headline` is the first metric of the task."""
+    """The validation value by which trials are compared: `headline` (the first metric of the task) or `loss`."""
     storage: str | None = None
     """A database that several machines can share, such as `postgresql://HOST/NAME`. The default is a file in the
     directory of the sweep, which the workers of one machine can share."""
 
     @property
     def cells(self) -> int:
-        """The number of combinations in a grid."""
+        """The number of combinations that a grid tries; 0 if a range has infinitely many values."""
         return math.prod(len(space.cells or ()) for space in self.space.values())
 
 
 def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
-    """Read the file of a search, and check it against a recipe and its overrides.
+    """Read the file of a sweep, and check the file together with a recipe and overrides of the recipe.
 
-    If a key of the recipe takes floats, the ends of its range become floats.
+    If a key of the recipe takes floats, the numbers of its range become floats.
 
     Raises:
         UsageError: with a sentence for each problem: `sweep.yaml:2:3: optim.lrr: unknown key; did you mean 'lr'?`.
@@ -152,8 +152,8 @@ def override(key: str, value: Any) -> str:
 
 
 def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSpace:
-    """Return the search space of a key, with numbers in the type of the key. Check the recipe with each value of the
-    key, together with the first value of every other key, and add the problems to `tree`.
+    """Return the search space of a key, with numbers in the type of the key. Check the recipe with each value in `ends`
+    of the key, together with the first value of every other key, and add the problems to `tree`.
     """
     space = sweep.space[key]
     for value in space.ends:
@@ -175,7 +175,7 @@ def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSp
 
 
 def shown(values: Mapping[str, Any]) -> str:
-    """Format the settings of a trial as one line.
+    """Format the values that a trial of a sweep sets as one line.
 
     >>> shown({"optim.lr": 0.00012345, "adapt.method": "lora"})
     'optim.lr=0.0001234 adapt.method=lora'
@@ -184,7 +184,7 @@ def shown(values: Mapping[str, Any]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """Format a value of a setting. A float gets four significant digits.
+    """Format the value of one recipe key as text. A float gets four significant digits.
 
     >>> value_text(0.00012345), value_text(16), value_text([0.9, 0.98])
     ('0.0001234', '16', '[0.9, 0.98]')

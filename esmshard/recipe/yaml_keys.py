@@ -1,7 +1,7 @@
 """Reads a YAML file, such as a recipe or a site profile, into typed settings. This module does not import torch.
 
 Unknown keys and wrong types are refused. All problems of a file are reported at once, each with its line and column, or
-with the override that caused it.
+with the override that caused the problem.
 """
 
 import difflib
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass
 class Tree:
-    """The content of a YAML file after overrides, the position of each key, and all problems so far."""
+    """The content of a YAML file after overrides, the position of each key in the file, and problems found so far."""
 
     node: CommentedMap
     file: str
@@ -32,12 +32,12 @@ class Tree:
     problems: list[str] = field(default_factory=list)
 
     def override_of(self, keys: tuple[str, ...]) -> str | None:
-        """Return the override that set a key, or a section that contains the key; None if there is none."""
+        """Return the override that set a key, or a section that contains the key; None if no override did."""
         sections = (keys[:depth] for depth in range(len(keys), 0, -1))
         return next((self.overrides[section] for section in sections if section in self.overrides), None)
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
-        """Return the position of a key in the file, such as `my.yaml:4:3`, or the override that set the key."""
+        """Return the override that set a key, or else the position of the key in the file, such as `my.yaml:4:3`."""
         if (typed := self.override_of(keys)) is not None:
             return typed
         line, column = 0, 0
@@ -55,7 +55,7 @@ class Tree:
         return f"{self.file}:{line + 1}:{column + 1}"
 
     def override(self, text: str) -> None:
-        """Apply an override such as `optim.lr=1e-4`."""
+        """Apply an override, such as `optim.lr=1e-4`. If it cannot be applied, add a sentence to `problems`."""
         dotted, equals, raw = text.partition("=")
         keys = tuple(dotted.strip().split("."))
         if not equals or not all(keys):
@@ -71,7 +71,7 @@ class Tree:
         self.put(keys, value, text)
 
     def put(self, keys: tuple[str, ...], value: Any, where: str) -> None:
-        """Set a key to a value. Messages about the key begin with `where`."""
+        """Set a key of the tree to a value. Messages about this key begin with the text `where`."""
         self.overrides[keys] = where
         node: Any = self.node
         for key in keys[:-1]:
@@ -82,16 +82,17 @@ class Tree:
         node[keys[-1]] = value
 
     def checked(self, root: type[M], named: Mapping[str, type[BaseModel]] | None = None) -> M:
-        """Validate the settings. `named` has the settings class for each `name`, where the name selects the class.
+        """Validate the content of the file, and return settings of class `root`. `named` maps values of a key `name` to
+        the settings class that the value selects, such as the class of a task.
 
         Raises:
-            UsageError: with a sentence for each key: `my.yaml:4:3: optim.lrr: unknown key; did you mean 'lr'?`.
+            UsageError: with a sentence for each problem: `my.yaml:4:3: optim.lrr: unknown key; did you mean 'lr'?`.
         """
         try:
             settings = root.model_validate(_plain(self.node))
         except ValidationError as error:
             messages: dict[str, list[str]] = {}
-            for problem in error.errors():  # a key that takes values of several types has an error for each type
+            for problem in error.errors():  # pydantic reports an error for each type that a key may have
                 place, message = self._described(problem, root, named or {})
                 messages.setdefault(place, []).append(message)
             self.problems += [f"{place}: {' or '.join(dict.fromkeys(texts))}" for place, texts in messages.items()]
@@ -102,13 +103,13 @@ class Tree:
     def _described(
         self, error: ErrorDetails, root: type[BaseModel], named: Mapping[str, type[BaseModel]]
     ) -> tuple[str, str]:
-        """Return the position and key of a pydantic error as one text, and the message."""
+        """Return two texts for an error of pydantic: the position with the key, and the message."""
         loc, absent = list(error["loc"]), error["type"] in ("missing", "extra_forbidden")
         if (clash := error.get("ctx", {}).get("error")) is not None and isinstance(clash, Clash):
             loc.append(clash.key)
         keys: list[str] = []
         node: Any = self.node
-        for part in loc:  # pydantic's location also has names of types and sections that are not in the file
+        for part in loc:  # the location from pydantic also has names that are not in the file
             is_item = isinstance(node, list) and isinstance(part, int)
             has_default = isinstance(clash, Clash) and part not in named  # such a key or section is not in the file
             if isinstance(node, dict) and part in node:
@@ -126,7 +127,7 @@ class Tree:
 
 
 def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str, type[BaseModel]]) -> list[str]:
-    """Return the keys of the section at a location of pydantic."""
+    """Return the keys that the section at `loc`, the location of an error of pydantic, may have."""
     kind: Any = root
     for part in loc:
         if get_origin(kind) is dict:  # the user chooses these keys
@@ -139,7 +140,7 @@ def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str
 
 
 def read(path: Path, called: str, root: type[BaseModel]) -> Tree:
-    """Read a file with the keys of `root`. `called` is the noun for the file in messages, such as `a recipe`.
+    """Read a YAML file whose keys are the fields of `root`. `called` names the file in messages, such as `a recipe`.
 
     Raises:
         UsageError: the file cannot be read, is not YAML, or is not a mapping.
@@ -159,7 +160,7 @@ def read(path: Path, called: str, root: type[BaseModel]) -> Tree:
 
 
 def parse_yaml(text: str) -> Any:
-    """Parse YAML with `ruamel.yaml`, which keeps comments and positions.
+    """Parse a YAML text with the library `ruamel.yaml`, which keeps comments and positions.
 
     Raises:
         YAMLError: the text is not YAML.
@@ -174,7 +175,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown word: the most similar known word, or an empty text."""
+    """Return the end of a message about an unknown word, with the most similar known word; or an empty text."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 

@@ -1,1 +1,1 @@
-"""The tasks that a model can learn: their registry, base class, heads, losses and metrics."""
+"""The tasks that a model can learn: registry, base class, heads, losses, baselines and metrics of tasks."""

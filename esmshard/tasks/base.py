@@ -1,4 +1,4 @@
-"""The base of every task."""
+"""The base class of every task, and functions that several tasks share."""
 
 import hashlib
 from abc import ABC, abstractmethod
@@ -24,35 +24,35 @@ from esmshard.tasks.metrics import Row, means
 from esmshard.vocab import is_residue
 
 MAIN = "fine-tuned"
-"""Name of the fine-tuned model among the methods of an evaluation."""
+"""The name of the fine-tuned model among the methods that an evaluation compares."""
 BEFORE = "before fine-tuning"
-"""Name of the baseline that is the model before the first step: its weights under a new head, or its own LM head."""
+"""The name of the baseline that uses the model before the first step, with a new head or with the model's LM head."""
 
 Facts = Mapping[str, Any]
-"""What a task has learned from the training labels, as JSON: class names, means. It is saved with the model."""
+"""Facts that a task learns from the training labels, such as class names, as JSON. They are saved with the model."""
 Outputs = dict[str, Sequence[npt.NDArray[np.float32] | Row]]
-"""For each baseline name, one item for each record: an array like an output of the head, or a row of metrics."""
+"""For the name of each baseline, a list with one item for each record: an array like the head's output, or a `Row`."""
 
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum and a count. Each step divides the sum over all ranks and micro-batches by their count."""
+    """A loss as a sum and a count. A step divides the total sum of all ranks and micro-batches by their total count."""
 
     sum: torch.Tensor
-    """A scalar with a gradient."""
+    """The sum of the loss terms, a scalar with a gradient."""
     count: torch.Tensor
-    """A scalar: the number of terms of the sum, which may be 0."""
+    """The number, or the total weight, of the terms in the sum, as a scalar. This number may be 0."""
 
 
 class Task(ABC):
     """One kind of fine-tuning: its head, its scores, and the facts about the labels.
 
-    A subclass must define `columns`, `head`, `inputs`, `loss` and `score`. The other methods have defaults for a task
-    that needs no labels and predicts one number for each protein. A task object stores only settings and facts.
+    A subclass must define the class `Settings`, the property `columns`, and the methods `head`, `inputs`, `loss` and
+    `score`. Other methods have defaults for a task that needs no labels and predicts one number for each protein.
 
     Args:
         settings: the task section of a recipe.
-        facts: what `learn` has computed from the training labels; empty before `learn`.
+        facts: the facts that the method `learn` computes from the training labels; empty before that.
     """
 
     Settings: ClassVar[type[TaskSettings]]
@@ -60,11 +60,11 @@ class Task(ABC):
     lower_is_better: ClassVar[bool] = False
     """Whether a lower value of the headline metric is better, as for errors and perplexities."""
     per_residue: ClassVar[bool] = False
-    """Whether `predict` has a row for each residue."""
+    """Whether the method `predict` returns one row for each residue of a record."""
     baseline_records: ClassVar[int] = 2000
-    """The maximum number of training records for the baselines. They are spread evenly over the training split."""
+    """The maximum number of records to which baselines are fitted. They are spread evenly over the training split."""
     of_base: ClassVar[tuple[str, ...]] = ()
-    """Names of the baselines that use the model before the first step."""
+    """The names of the baselines that compute with the model before the first training step."""
 
     def __init__(self, settings: Any, facts: Facts) -> None:
         self.settings = settings
@@ -73,22 +73,22 @@ class Task(ABC):
     @property
     @abstractmethod
     def columns(self) -> tuple[str, ...]:
-        """The columns of the final table, for metrics that `summary` returns. The first is the headline metric."""
+        """The names of the metrics from `summary` that the final table shows. The first is the headline metric."""
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name of each number of a prediction: a target, a class or an amino acid. Empty for pair maps."""
+        """The names of the numbers in a prediction: targets, classes or amino acids. Empty for maps of pairs."""
         return ("value",)
 
     @property
     def one_of_names(self) -> bool:
-        """Whether the numbers of a prediction are probabilities of classes, of which exactly one is true."""
+        """Whether the numbers of a prediction are probabilities of classes, and exactly one class is true."""
         return False
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> Labels | None:
-        """Open the labels of a FASTA file, and check that they fit its records and the `facts`, if there are any.
+        """Open the labels of the records in a FASTA file. Check that the labels fit the records and the task's facts.
 
-        Return None for a task without labels.
+        A task without labels returns None.
         """
         return None
 
@@ -101,35 +101,35 @@ class Task(ABC):
         """Make a new head: `head(x_TD, batch)` returns a list of N tensors, one for each record, on any device.
 
         A head may have a method `attention(batch)`, which returns an object. Each layer calls the object's method
-        `add(layer, sequence, q_THK, k_THK)` (see `esmshard.model.attention`), and `head` gets the object as its third
+        `add(layer, sequence, q_THK, k_THK)` (see `esmshard.model.attention`), and the head gets the object as its third
         argument. A head whose attribute `reads_logits` is True instead gets the logits of the language model at
-        `TokenBatch.logits_at_P`, float [P, V]. A method `start(weights)` may copy weights of the language model into
-        a new head. It returns a sentence about these weights, or None.
+        `TokenBatch.logits_at_P`, float [P, V]. A head may have a method `start(weights)`, which copies weights of the
+        language model into a new head. `start` returns a sentence about these weights, or None.
         """
 
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
-        """Return the model's input for an example, with the target. `example.draw` is the seed of random choices."""
+        """Return the model's input and the target of an example. The field `example.draw` is a random seed."""
 
     def question(self, example: Example) -> Inputs:
-        """Return the input of the model for a record without labels: its sequence."""
+        """Return the model's input for a record without labels: the tokens and tracks of the record."""
         return Inputs(example.tokens, tracks=example.tracks)
 
     @abstractmethod
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Return the sum of the losses of the records in a batch, and the number of terms."""
+        """Return the sum of the losses of the records in a batch, and the number of terms in this sum."""
 
     @abstractmethod
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
-        """Return the row of a record, from which the metrics are computed. It never depends on other records.
+        """Return the row of a record, from which the metrics are computed. A row never depends on other records.
 
-        Three kinds of keys have a special use. A temperature is fitted to `log losses` (`esmshard.tasks.labels`). A
-        report draws `profile`: observed and predicted values along the sequence, [2, L]. `metrics.ranked` replaces the
-        values of keys that begin with `ranked `.
+        Three kinds of keys in a row have a special use. `log losses` are the numbers to which a temperature is fitted
+        (`esmshard.tasks.labels`). `profile` holds observed and predicted values along the sequence, [2, L], for a plot
+        in the report. The function `metrics.ranked` replaces the values of keys that begin with `ranked `.
         """
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Return the metrics over `rows`, including `columns`; NaN if undefined. The default is means over rows."""
+        """Return the metrics over `rows`, at least those in `columns`. By default each metric is the mean over rows."""
         return means(rows, self.columns)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
@@ -144,43 +144,45 @@ class Task(ABC):
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
         """Return the name of each record's group, '' for a record without a group. Return an empty list if the task has
-        no groups. An evaluation also reports the metrics of each group. `known` is the result of `baselines`.
+        no groups. An evaluation also reports the metrics of each group. `known` is the result of method `baselines`.
         """
         return []
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Compute outputs of the base model that `baselines` needs, and store them in `base.remembered`.
+        """Compute outputs of the base model that the method `baselines` needs, and store them in `base.remembered`.
 
-        The ranks of a run divide the examples `train`: `mine` are the indices of this rank's examples. Then the first
-        rank alone calls `baselines`, with the outputs that all ranks have stored. `base` is as for `baselines`.
+        The ranks of a run divide the examples `train` among them: `mine` are the indices of this rank's examples. Then
+        only the first rank calls `baselines`, with the outputs that all ranks have stored. `base` is the model before
+        the first training step.
         """
         return
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit the baselines to training examples, and return their arrays by name. These are saved with the model.
-        `base` is the model before the first step.
+        """Fit the baselines to training examples. Return the fitted arrays by name, which are saved with the model.
+        The argument `base` is the model before the first training step.
         """
         return {}
 
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Return the outputs of each baseline for each record. `known` is the result of `baselines`. If `base` is None,
-        baselines that use the model before the first step are left out.
+        """Return the outputs of each baseline for each record. `known` is the result of the method `baselines`. If
+        `base` is None, baselines that use the model before the first step are left out.
         """
         return {}
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
         """Fit a linear head with scikit-learn to the frozen model's representations of training examples.
 
-        It is called only if `settings.no_probe()` returns None.
+        This method is called only if the method `no_probe` of the settings returns None.
         """
         raise NotImplementedError
 
 
 def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Remove the linkers between chains from `values`, which are the outputs, predictions or targets of one record.
-    `residues` are the tokens of the record without `<cls>` and `<eos>`, uint8 [L].
+    """Remove the linkers between chains from `values`, the predictions or targets of one record for its residues or
+    residue pairs. Values for the whole record stay unchanged. `residues` are the tokens of the record without `<cls>`
+    and `<eos>`, uint8 [L].
     """
     is_residue_L = is_residue(residues)
     if is_residue_L.all() or (task.names and not task.per_residue):
@@ -189,8 +191,8 @@ def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.u
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
-    """Pack examples, and return the batch with their targets. In training, each example gets a seed for dropout
-    (`TokenBatch.draw_N`).
+    """Return a batch with the sequences of the examples, and the targets of the examples. In training, the batch also
+    has a random seed for the dropout of each example (field `TokenBatch.draw_N`).
     """
     inputs = [task.inputs(example) for example in examples]
     if any(record.tracks.keys() != example.tracks.keys() for record, example in zip(inputs, examples, strict=True)):
@@ -205,16 +207,16 @@ def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[t
 
 
 def regression_loss(output: torch.Tensor, target: torch.Tensor, loss: str) -> LossSum:
-    """Sum squared errors (`mse`) or Huber losses (`huber`) over the targets that are not missing (NaN)."""
+    """Return the sum of squared errors (`mse`) or Huber losses (`huber`) over all targets that are not NaN."""
     known = ~target.isnan()
-    target = torch.where(known, target, output.detach())  # an error of 0, whose gradient is 0 and not NaN
+    target = torch.where(known, target, output.detach())  # the error is then 0, and its gradient 0 and not NaN
     errors = (F.huber_loss if loss == "huber" else F.mse_loss)(output, target, reduction="sum")
     return LossSum(errors, known.sum())
 
 
 def require_two_values(path: Path, target: str, values: npt.NDArray[Any], unit: str) -> None:
-    """Refuse a target if its training `values` are all equal, or if there are none. `unit` is the noun for what has a
-    value, such as `residue`.
+    """Refuse a target without training `values`, or with only one distinct value. `unit` is the noun in messages for
+    the thing that has a value, such as `residue`.
     """
     distinct = np.unique(values)
     if len(distinct) < 2:
@@ -226,7 +228,7 @@ def require_two_values(path: Path, target: str, values: npt.NDArray[Any], unit: 
 
 
 def _draw(example: Example) -> int:
-    """Return a dropout seed that depends on seed, epoch and id. Crops and masked residues use other random numbers."""
+    """Return the random seed for the dropout of an example, from the recipe's seed, the epoch and the record's id."""
     digest = hashlib.sha256(f"dropout:{example.draw}:{example.id}".encode()).digest()
     return int.from_bytes(digest[:4], "little", signed=True)
 
@@ -234,7 +236,7 @@ def _draw(example: Example) -> int:
 def on_device_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Move targets or weights from the host to the device of a head's output.
 
-    On CUDA the host does not wait for the forward pass, since CUDA has copied the numbers when the call returns. Other
-    devices do not guarantee this, so the host waits for them.
+    On CUDA the host does not wait for the forward pass, since CUDA has read the numbers when the call returns. Other
+    devices do not guarantee this, so on them the host waits until the copy is done.
     """
     return tensor.to(output.device, non_blocking=output.device.type == "cuda")

@@ -2,7 +2,7 @@
 
 A model is one array [O, F + 1]: the weights of F features for each of O outputs, and the bias in the last column.
 Models are fitted to standardised features, and then converted to models of the original features. The penalty is
-chosen on a part of the examples. It also suits all examples, since it is the strength of a prior.
+chosen on a part of the examples. This penalty also suits all examples, since it is the strength of a prior.
 """
 
 import warnings
@@ -19,36 +19,37 @@ from sklearn.preprocessing import StandardScaler
 from torch import nn
 
 RIDGE_ROWS, LOGISTIC_ROWS = 1000, 3000
-"""The maximum numbers of examples on which a penalty is chosen, for ridge and for logistic regression. With 1,280
+"""The maximum number of examples on which the penalty is chosen, for ridge and for logistic regression. With 1,280
 features, leave-one-out takes one second for 1,000 examples and ten seconds for 2,000."""
 ALPHAS = np.logspace(-1, 5, 13)
-"""Penalties of ridge regression."""
+"""The penalties of ridge regression from which the best is chosen."""
 CS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""Inverse penalties of logistic regression."""
+"""The inverse penalties of logistic regression from which the best is chosen."""
 FOLDS = 3
 ABSENT = -30.0
-"""The logit of a class that no example has."""
+"""The logit that a model predicts for a class without examples."""
 
 Floats = npt.NDArray[np.floating]
 Array = npt.NDArray[np.float32]
 
 
 def apply(model: Array, x_F: Floats) -> Array:
-    """Convert features [..., F] to outputs [..., O]."""
+    """Compute the outputs [..., O] of a linear model from features [..., F]."""
     return (x_F.astype(np.float64) @ model[:, :-1].T.astype(np.float64) + model[:, -1]).astype(np.float32)
 
 
 @torch.no_grad()
 def copy_to(layer: nn.Linear, model: Array) -> None:
-    """Copy a model of F features and O outputs into a linear layer."""
+    """Copy a linear model of F features and O outputs into a layer of torch."""
     layer.weight.copy_(torch.from_numpy(model[:, :-1]))
     layer.bias.copy_(torch.from_numpy(model[:, -1]))
 
 
 def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Array:
-    """Fit ridge regression for each target to the examples that have it. The penalty is chosen by leave-one-out error.
+    """Fit ridge regression for each target to the examples that have the target, and return one linear model.
 
-    If all values of a target are equal, the prediction is this value. For a target without values, it is 0.
+    The penalty is chosen by leave-one-out error. If all values of a target are equal, the prediction is this value. For
+    a target without values, the prediction is 0.
 
     Args:
         x_NF: features.
@@ -74,14 +75,14 @@ def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Ar
 def fit_classes(
     x_NF: Floats, y_N: npt.NDArray[np.integer], n_classes: int, weight_C: Floats | None = None, seed: int = 0
 ) -> Array:
-    """Fit multinomial logistic regression. For two classes, the first has the logit 0.
+    """Fit multinomial logistic regression to classes. With two classes, the logit of the first class is 0.
 
     Args:
         x_NF: features.
         y_N: class of each example.
-        n_classes: C. A class that no example has gets the logit ABSENT.
+        n_classes: the number C of classes. A class without examples gets the logit ABSENT.
         weight_C: the weight of each class in the loss.
-        seed: seed of the folds on which the penalty is chosen.
+        seed: the random seed of the folds on which the penalty is chosen.
     """
     scaled_NF, fold = _standardise(x_NF)
     weight_CF, bias_C = np.zeros((n_classes, x_NF.shape[1])), np.full(n_classes, ABSENT)
@@ -96,14 +97,14 @@ def fit_classes(
 
 
 def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed: int = 0) -> Array:
-    """Fit logistic regression for each of C labels. The penalty is chosen for the label whose share of the examples is
-    nearest to one half, and used for all labels.
+    """Fit logistic regression for each of C labels. One penalty is used for all labels. It is chosen on the label that
+    nearest to half of the examples have.
 
     Args:
         x_NF: features.
-        y_NC: 0 and 1. For a label of all examples, or of none, the model predicts the smoothed share.
+        y_NC: 1 if an example has the label, 0 if not. If all examples have a label, or none, its model is constant.
         weight_C: for each label, the loss weight of the examples that have the label.
-        seed: seed of the folds on which the penalty is chosen.
+        seed: the random seed of the folds on which the penalty is chosen.
     """
     scaled_NF, fold = _standardise(x_NF)
     share_C = (y_NC.sum(0, dtype=np.float64) + 0.5) / (len(y_NC) + 1)
@@ -120,8 +121,8 @@ def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed:
 
 
 def _standardise(x_NF: Floats, light_F: Floats | None = None) -> tuple[Array, Callable[..., Array]]:
-    """Scale features to mean 0 and deviation 1 (times `light_F`). Also return a function that converts weights [O, F]
-    and biases [O] for scaled features to a model of the original features.
+    """Scale features to mean 0 and standard deviation 1, and multiply them by `light_F` if it is given. Also return a
+    function that converts weights [O, F] and biases [O] for scaled features to a model of the original features.
     """
     scaler = StandardScaler().fit(x_NF.astype(np.float64))
     mean_F, scale_F = scaler.mean_, scaler.scale_ / (1 if light_F is None else light_F)
@@ -139,8 +140,8 @@ def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: Flo
 
 
 def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], seed: int) -> float:
-    """Return the C with the lowest unweighted log loss in cross-validation. Classes with fewer examples than folds are
-    left out. If fewer than two classes remain, return the smallest C.
+    """Return the inverse penalty in CS with the lowest unweighted log loss in cross-validation. Classes with fewer
+    examples than FOLDS are left out. If fewer than two classes remain, return the smallest inverse penalty.
     """
     sampled = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
     classes, counts = np.unique(y_N[sampled], return_counts=True)

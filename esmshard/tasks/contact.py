@@ -3,7 +3,7 @@ pairs, as in the ESM papers. The main baseline is the regression over attention 
 
 Precision: take a protein of L resolved residues, and a range of separations. P@L/k is the share of contacts among the
 floor(L/k) valid pairs with the highest scores. The reported number is the mean over proteins. For complete proteins of
-at least 60 residues it equals `compute_precisions` of fair-esm's contact notebook
+at least 60 residues this mean equals `compute_precisions` of fair-esm's contact notebook
 (`tests/tasks/test_contact_precision.py`). Differences:
 
 - pairs without a label are never ranked, so the value cannot become negative;
@@ -17,8 +17,8 @@ together. The metrics `interchain P@L/k` use all pairs of residues in two differ
 is the number of resolved residues of the shortest chain, like Ls for a heterodimer in Guo et al. 2022 (CDPred,
 doi:10.1038/s41467-022-34600-2).
 
-The regression follows Rao et al. 2021 (doi:10.1101/2020.12.15.422761) for all ESM models. It is an L1 logistic
-regression with C = 0.15. It predicts contacts of pairs at least six apart from the symmetrised and corrected attention
+The regression follows Rao et al. 2021 (doi:10.1101/2020.12.15.422761) for all ESM models: an L1 logistic regression
+with C = 0.15. The regression predicts contacts of pairs at least six apart from the symmetrised and corrected attention
 maps of all heads of all layers, and is fitted to 20 proteins of the training split.
 """
 
@@ -66,27 +66,28 @@ RANGES: dict[str, tuple[int, float]] = {
     "medium": (12, 24),
     "long": (24, np.inf),
 }
-"""For each range, the lowest separation j - i in the range, and the first separation above it."""
+"""For each range of separations j - i, the lowest separation in the range, and the lowest separation above it."""
 
 CUTS = {"P@L": 1, "P@L/2": 2, "P@L/5": 5}
 INTERCHAIN = "interchain"
-"""The name of the pairs of residues in two chains."""
+"""The name of the set of all pairs of residues in two different chains of a record."""
 INTERCHAIN_CUTS = {**CUTS, "P@L/10": 10}
 OF_CHAINS = tuple(f"{INTERCHAIN} {name}" for name in ("P@L/5", "P@L/10", "AUPRC"))
-"""The additional columns of the table if a record has several chains."""
+"""The names of the additional metrics in the final table if a record has several chains."""
 
 PROTEINS = 20
 C = 0.15
-"""Inverse strength of the L1 penalty. Rao et al. chose it on 20 other proteins."""
+"""The inverse strength of the L1 penalty of the regression. Rao et al. 2021 chose this value on 20 other proteins."""
 PREFERRED = 256
-"""The regression uses proteins of at most this many residues, and longer ones only if there are too few of them."""
+"""The regression is fitted to proteins of at most this many residues. Longer proteins are used only if these are fewer
+than PROTEINS."""
 MOST_NUMBERS = 40_000_000
-"""The maximum number of feature values. liblinear needs about 36 bytes for each (fp32, and two copies of 16 bytes), so
-1.4 GB in all."""
+"""The maximum number of feature values to which the regression is fitted. liblinear needs about 36 bytes for each
+value (fp32, and two copies of 16 bytes), so 1.4 GB in all."""
 
 
 class ContactSettings(TaskSettings):
-    """Contacts: pairs of residues with Cb-Cb under 8 A (Ca for glycine), six or more residues apart."""
+    """Contacts: pairs of residues whose Cb atoms (Ca for glycine) are closer than 8 A, six or more residues apart."""
 
     name: Literal["contact"]
 
@@ -96,21 +97,21 @@ class ContactSettings(TaskSettings):
     head: Literal["attention", "pairwise", "both"] = "pairwise"
     """`attention` is a regression over the attention maps of all layers, as in ESM (Rao et al. 2021). It starts from
     the contact regression of the model, if the model has one. `pairwise` is a small dilated 2-D network over products
-    of representations. `both` is this network over products and attention maps."""
+    of representations. `both` adds the outputs of the regression and of a network that also reads attention maps."""
     channels: int = Field(32, ge=4, le=512)
-    """The channels of the pair representation, for `pairwise` and `both`."""
+    """The number of channels of the pair representation, for the heads `pairwise` and `both`."""
     blocks: int = Field(4, ge=0, le=64)
-    """The number of residual blocks of 3x3 convolutions, for `pairwise` and `both`. Dilations cycle through 1, 2
-    and 4."""
+    """The number of residual blocks of 3x3 convolutions, for the heads `pairwise` and `both`. The dilations of
+    successive blocks cycle through 1, 2 and 4."""
 
     def no_probe(self) -> str | None:
         reason = "probe fits a regression over attention maps; set task.head: attention"
         return None if self.head == "attention" else reason
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Count pair maps of `channels` numbers: four, and six for each block. If maps are large, each block keeps one
-        map, and one block at a time computes its six maps again. The maps of attention and of logits have one number
-        for each pair. Queries and keys count as memory of the model.
+        """Return the size of all pair maps in bytes. Four maps, and six maps of each block, have `channels` numbers for
+        each pair. If maps are large, each block keeps one map, and one block at a time computes six maps again. Maps of
+        attention and of logits have one number for each pair. Queries and keys count as memory of the model.
         """
         attended = {"attention": 4, "pairwise": 0, "both": 4 * (MAPS + 1)}[self.head]
         blocks, maps = self.blocks, 0
@@ -120,7 +121,7 @@ class ContactSettings(TaskSettings):
 
 
 class ContactTask(Task):
-    """Contacts: Cb-Cb < 8 A (Ca for glycine), six or more residues apart in a chain, or in two chains of a record."""
+    """Predicts contacts: residue pairs with Cb-Cb < 8 A (Ca for glycine), six or more apart or in different chains."""
 
     Settings = ContactSettings
     settings: ContactSettings
@@ -148,8 +149,8 @@ class ContactTask(Task):
         return AttentionHead(n_maps) if self.settings.head == "attention" else BothHead(n_maps, *size)
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the input with the target, int8 [L, L]: 1 is a contact, 0 no contact, -1 undefined (`contact_labels`).
-        `mark_linkers` marks the linkers.
+        """Return the model's input with the target, int8 [L, L]: 1 is a contact, 0 no contact, -1 undefined (see
+        `contact_labels`). The function `mark_linkers` marks residues of linkers between chains in the target.
         """
         linker_L, labels_LL = example.tokens[1:-1] == SEPARATOR, contact_labels(example.labels["cb"])
         return Inputs(
@@ -159,21 +160,21 @@ class ContactTask(Task):
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute the mean binary cross-entropy over the valid pairs of each protein, and sum it over the proteins.
+        """Compute the mean binary cross-entropy over the valid pairs of each protein. Return the sum of these means and
+        the number of proteins with a valid pair.
 
-        The number of pairs grows with the square of the length. Without the mean, long proteins would dominate the
-        loss. The count is the number of proteins that have a valid pair.
+        The number of pairs grows with the square of the length. Without means, long proteins would dominate the loss.
         """
-        total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # keeps the graph when no pair is valid
+        total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # has a gradient even if no pair is valid
         count = torch.zeros((), device=total.device)
         for logits_LL, target_LL in zip(outputs, targets, strict=True):
             labels_LL = on_device_of(target_LL, logits_LL)
-            chain_L = (labels_LL.diagonal() == LINKER).cumsum(0)  # a different number in each chain
+            chain_L = (labels_LL.diagonal() == LINKER).cumsum(0)  # the number of the chain of each residue
             near_LL = (chain_L[:, None] == chain_L).triu(1 - MIN_SEPARATION).tril(MIN_SEPARATION - 1)
             valid_LL = (labels_LL >= 0).triu(1) & ~near_LL
             n_valid = valid_LL.sum()
             losses_LL = F.binary_cross_entropy_with_logits(logits_LL, labels_LL.clamp(min=0).float(), reduction="none")
-            # A masked product, since the host would have to wait for the size of an indexed tensor.
+            # The product masks invalid pairs. With an index, the host would have to wait for the number of pairs.
             total = total + (losses_LL * valid_LL).sum() / n_valid.clamp(min=1)
             count = count + (n_valid > 0)
         return LossSum(total, count)
@@ -189,13 +190,13 @@ class ContactTask(Task):
         return values
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return symmetric probabilities, float32 [L, L]."""
+        """Return the probability of a contact for each pair, a symmetric map, float32 [L, L]."""
         return np.asarray(expit(output.astype(np.float64)), dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """`separation prior` [S]: log odds of a contact at each separation, smoothed by one contact in a hundred pairs.
-        The value at separation 0 holds for residues in two different chains.
-        `unsupervised head` [C + 1]: weights and bias from `fit_regression`, if a record has a contact.
+        """Return the fitted arrays of two baselines. `separation prior` [S] holds the log odds of a contact at each
+        separation, smoothed by one contact in a hundred pairs. The value at separation 0 is for residues in two chains.
+        `unsupervised head` [C + 1] holds weights and bias from `fit_regression`, if a record has a contact.
         """
         targets = [self.inputs(example).target for example in train]
         longest = max(len(labels_LL) for labels_LL in targets)
@@ -214,9 +215,9 @@ class ContactTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """`base rate`: a random order. `separation prior`: a score that depends only on the separation. `unsupervised
-        head`: a regression over the attention maps of the model before the first step. `before fine-tuning`: the model
-        before the first step with its new head.
+        """Return the outputs of four baselines. `base rate` is a random order of the pairs. `separation prior` is a
+        score that depends only on the separation. `unsupervised head` is a regression over the attention maps of the
+        model before the first step. `before fine-tuning` is this model with its new head.
         """
         inputs = [self.inputs(example) for example in examples]
         outputs: Outputs = {"base rate": [contact_precision(None, record.target) for record in inputs]}
@@ -247,7 +248,9 @@ class ContactTask(Task):
 
 
 def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Return (i, j) of the labelled pairs with i < j. `name` is INTERCHAIN, or in RANGES for pairs within chains."""
+    """Return the indices i and j of labelled pairs with i < j. `name` is a key of RANGES, for pairs within chains, or
+    INTERCHAIN.
+    """
     low, high = (1, np.inf) if name == INTERCHAIN else RANGES[name]
     chain_L = chain_numbers(labels_LL)
     i, j = np.triu_indices(len(labels_LL), low)
@@ -256,13 +259,13 @@ def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray
 
 
 def contact_precision(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
-    """Compute the metrics of one protein: `long P@L`, `long P@L/2`, ... for each of RANGES, and `AUPRC` over all valid
-    pairs within chains. Only a record of several chains has `interchain P@L`, ..., and `interchain AUPRC`.
+    """Compute the metrics of one protein: `long P@L`, `long P@L/2`, ... for each range in RANGES, and `AUPRC` over all
+    valid pairs within chains. Only a record of several chains has `interchain P@L`, ..., and `interchain AUPRC`.
 
     Args:
-        scores_LL: scores, of which higher values mean more likely contacts. The upper triangle is read. None gives the
-            expected metrics of a random order: the share of contacts among the pairs.
-        labels_LL: 1, 0, or -1 where undefined (see `contact_labels`). L is the number of resolved residues.
+        scores_LL: the score of each pair. Higher scores mean more likely contacts. Only the upper triangle is read. If
+            None, return the expected metrics of a random order: the share of contacts among the pairs.
+        labels_LL: 1 for a contact, 0 for no contact, -1 for an undefined pair (see `contact_labels`).
     """
     row, usable, shortest = dict[str, float](), True, shortest_chain(labels_LL)
     lengths = dict.fromkeys(RANGES, int((labels_LL.diagonal() >= 0).sum()))
@@ -298,8 +301,8 @@ def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
 
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
-    """Count all valid pairs in bins of predicted contact probability (see `metrics.calibration`). No pair is counted if
-    a logit is NaN.
+    """Count all valid pairs in bins of predicted contact probability (see `metrics.calibration`). If the logit of a
+    valid pair is NaN, no pair is counted.
     """
     i, j = np.concatenate([valid_pairs(labels_LL, name) for name in ("all", INTERCHAIN)], axis=1)
     if np.isnan(logits_LL[i, j]).any():
@@ -310,18 +313,18 @@ def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.in
 def fit_regression(
     trunk: Trunk, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
 ) -> npt.NDArray[np.float32]:
-    """Fit a logistic regression, and return [C + 1]: the weight of each attention map, layer by layer as in
-    `contact_head.regression`, and then the bias.
+    """Fit a logistic regression over attention maps, and return an array [maps + 1]: the weight of each map, layer by
+    layer as in `contact_head.regression`, and then the bias.
 
     If the features of the pairs of 20 proteins have more than MOST_NUMBERS values, all contacts and a random part of
     the other pairs are used. Each pair of this part gets a higher weight, so that the expected loss stays the same, and
-    C has the same meaning.
+    so does the meaning of the penalty C.
 
     Args:
         trunk: a model in evaluation mode.
-        examples: examples, of which at most 20 are chosen.
-        labels: for each example, int8 [L, L]: 1 contact, 0 no contact, -1 undefined.
-        seed: seed of the choice of proteins and pairs.
+        examples: the examples from which at most 20 are chosen.
+        labels: the label of each pair in each example, int8 [L, L]: 1 is a contact, 0 no contact, -1 undefined.
+        seed: the random seed of the choice of proteins and pairs.
     """
     rng = np.random.default_rng(seed)
     chosen = choose(labels, rng)
@@ -333,7 +336,7 @@ def fit_regression(
         kept = keep[start : start + len(i)]
         features.append(pair_features(trunk, examples[n], i[kept], j[kept]))
         start += len(i)
-    # Both arguments select an L1 penalty; scikit-learn 1.8 renamed the argument.
+    # Both variants of `l1` select an L1 penalty. scikit-learn 1.8 renamed the argument.
     l1 = {"l1_ratio": 1.0} if LogisticRegression().penalty == "deprecated" else {"penalty": "l1"}
     regression = LogisticRegression(C=C, solver="liblinear", max_iter=1000, random_state=seed, **l1)
     regression.fit(np.concatenate(features), np.concatenate(contacts)[keep], weights[keep])
@@ -341,8 +344,8 @@ def fit_regression(
 
 
 def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
-    """Choose at most 20 examples that have both contacts and other valid pairs, in random order. Examples of at most
-    PREFERRED residues are chosen first. `InputError` if no example can be chosen.
+    """Return the indices of at most 20 examples that have both contacts and other valid pairs, in random order.
+    Examples of at most PREFERRED residues come first. Raises `InputError` if no example can be chosen.
     """
     order = sorted(rng.permutation(len(labels)), key=lambda n: len(labels[n]) > PREFERRED)
     usable = (int(n) for n in order if len(np.unique(labels[n][valid_pairs(labels[n], "all")])) == 2)
@@ -358,7 +361,7 @@ def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> 
 def thin(
     contacts_P: npt.NDArray[np.bool_], n_maps: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.float64]]:
-    """Return which pairs the regression uses, bool [P], and the weight of each pair, fp64 [P]."""
+    """Return which of P residue pairs the regression uses, bool [P], and the weight of each pair, fp64 [P]."""
     keep, weights = np.ones(len(contacts_P), dtype=bool), np.ones(len(contacts_P))
     room = max(MOST_NUMBERS // n_maps - int(contacts_P.sum()), int(contacts_P.sum()))
     others = np.flatnonzero(~contacts_P)
@@ -372,7 +375,9 @@ def thin(
 def pair_features(
     trunk: Trunk, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.float32]:
-    """Return the features of pairs (i, j) of one protein, fp32 [P, C]. One layer's maps are in memory at a time."""
+    """Return the values of all attention maps at P pairs (i, j) of one protein, fp32 [P, maps]. Only the maps of one
+    layer are in memory at a time.
+    """
     device = trunk.device
     rows, columns = torch.from_numpy(i).to(device), torch.from_numpy(j).to(device)
     features: list[npt.NDArray[np.float32]] = []
@@ -386,7 +391,7 @@ def pair_features(
 
 @torch.no_grad()
 def regression_logits(trunk: Trunk, example: Example, regression: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """Apply the result of `fit_regression` to one protein, and return the logits, fp32 [L, L]."""
+    """Apply the regression from `fit_regression` to one protein, and return the contact logits, fp32 [L, L]."""
     weight_1C, bias_1 = torch.from_numpy(regression).to(trunk.device).tensor_split([-1])
     sums = ContactAccumulators(1, weight_1C[None], bias_1)
     trunk(pack([example.tokens], tracks=[example.tracks]).to(trunk.device), layers=(), on_attention=sums.add)

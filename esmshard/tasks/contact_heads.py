@@ -1,4 +1,4 @@
-"""Heads for residue-residue contacts: logits [L, L] of each record, from representations, attention maps, or both."""
+"""Heads that predict residue-residue contacts. They compute logits [L, L] from representations or attention maps."""
 
 import math
 from collections.abc import Sequence
@@ -15,22 +15,23 @@ from esmshard.model.weights import Weights
 from esmshard.vocab import SEPARATOR
 
 MAX_SEPARATION = 64
-"""Separations from this number on share one embedding."""
+"""The largest separation with its own embedding. All larger separations share this embedding."""
 DILATIONS = (1, 2, 4)
-"""The dilations of the first convolution in each block. The blocks cycle through these values."""
+"""The dilations of the first convolution in each `PairBlock`. Successive blocks cycle through these values."""
 MAPS = 8
 """The number of mixtures of attention maps that the network of head `both` reads."""
 KEPT_PAIRS = 256**2
-"""For maps of more pairs than this, the backward pass computes the blocks again."""
+"""For maps of more residue pairs than this number, the backward pass computes each `PairBlock` again."""
 PRIOR = 0.03
-"""The approximate share of contacts among pairs six or more apart. The output of a new head starts at this value."""
+"""The approximate share of contacts among residue pairs six or more apart. A new head predicts this probability."""
 PRIOR_LOGIT = math.log(PRIOR / (1 - PRIOR))
 
 
 class AttentionHead(nn.Module):
-    """ESM's regression over the attention maps of all layers (Rao et al. 2021). Its gradient also trains the trunk.
+    """The contact head of ESM: a logistic regression over the attention maps of all layers (Rao et al. 2021).
 
-    Maps are symmetrised, corrected (APC) and summed layer by layer; see `esmshard.model.contacts`.
+    The gradient of the head also trains the layers of the model. Attention maps are symmetrised, corrected (APC) and
+    summed layer by layer; see `esmshard.model.contacts`.
     """
 
     def __init__(self, n_maps: int) -> None:
@@ -39,7 +40,7 @@ class AttentionHead(nn.Module):
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
     def start(self, weights: Weights) -> str | None:
-        """Copy the contact regression of the model, and return a sentence about it; None if the model has none."""
+        """Copy the model's contact regression and return a sentence about the copy, or None if it has no regression."""
         if "contact_head" in weights.absent or weights.seed is not None:
             return None
         for name, parameter in self.regression.named_parameters():
@@ -50,15 +51,15 @@ class AttentionHead(nn.Module):
         return ContactAccumulators(len(batch), self.regression.weight, self.regression.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
-        # The regression reads the queries and keys of the last layer, but not the layer's output. This zero gives the
-        # output a gradient of zeros. Without a gradient, FSDP would not gather the last layer for the backward pass,
-        # and the last matrices of the layer would have no optimizer state.
+        # The regression reads the queries and keys of the last layer, but not the layer's output. The variable `zero`
+        # gives this output a gradient of zeros. Without a gradient, FSDP would not gather the last layer for the
+        # backward pass, and the last matrices of the layer would have no optimizer state.
         zero = x_TD[:0].sum()
         return [logits_1LL[0] + zero for logits_1LL in given.logits()]
 
 
 class PairBlock(nn.Module):
-    """A residual block over a pair map: normalisation over the map, gelu and a 3x3 convolution, twice in sequence."""
+    """A residual block over a map of residue pairs: twice in sequence, normalisation, gelu and a 3x3 convolution."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -74,18 +75,18 @@ class PairBlock(nn.Module):
 
 
 class PairwiseHead(nn.Module):
-    """Contact logits from pairs of representations.
+    """A head that computes contact logits from the representations of residue pairs.
 
     Two projections of x_LD to C channels are multiplied for each pair, as left_i right_j + right_i left_j, and an
     embedding of |i - j| is added. Residues in different chains get the embedding of the largest separations. A small
     dilated residual network and a linear layer follow. The logits of (i, j) and (j, i) are averaged. Each record has a
     map of its own, so no padding enters the normalisation.
 
-    Pair maps of C x L x L numbers take most of the memory. Without gradients four of them exist at a time. In training,
+    Pair maps of C x L x L numbers take most of the memory. Without gradients, four maps exist at a time. In training,
     the backward pass computes the blocks of a large map again: each block keeps one map, and only one block at a time
-    has its inner maps. A LayerNorm over the channels of each pair would need less memory, but the head then learned
-    markedly less in the same number of steps (docs/tasks.md). `maps` is the number of attention maps that `forward`
-    gets for each record, [maps, L, L].
+    has its inner maps. A LayerNorm over the channels of each pair would need less memory, but with LayerNorm the head
+    learned markedly less in the same number of steps (docs/tasks.md). The argument `maps` is the number of attention
+    maps that the method `forward` gets for each record, [maps, L, L].
     """
 
     def __init__(self, dim: int, channels: int, blocks: int, maps: int = 0) -> None:
@@ -97,17 +98,17 @@ class PairwiseHead(nn.Module):
         self.widen = nn.Linear(maps, channels, bias=False) if maps else None
         self.blocks = nn.ModuleList(PairBlock(channels, DILATIONS[n % len(DILATIONS)]) for n in range(blocks))
         self.out = nn.Conv2d(channels, 1, 1)
-        # Nearly zero, so that training starts at the prior. Not zero, or a new head would score all pairs alike.
+        # Weights near zero, so that training starts at PRIOR. With zeros a new head would score all pairs alike.
         nn.init.uniform_(self.out.weight, -0.02, 0.02)
         nn.init.constant_(self.out.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, maps: Sequence[torch.Tensor] | None = None
     ) -> list[torch.Tensor]:
-        """Return symmetric logits [L, L] of each record."""
+        """Return a list with the symmetric logits [L, L] of each record."""
         x_TD = self.norm(x_TD)
         left, right = batch.residues(self.left(x_TD)), batch.residues(self.right(x_TD))
-        chain = batch.residues((batch.tokens_T == SEPARATOR).cumsum(0))  # a different number in each chain of a record
+        chain = batch.residues((batch.tokens_T == SEPARATOR).cumsum(0))  # a number that differs between the chains
         return [
             self._logits(left[n].T, right[n].T, chain[n], None if maps is None else maps[n].to(x_TD.dtype))
             for n in range(len(batch))
@@ -117,7 +118,7 @@ class PairwiseHead(nn.Module):
         self, left_CL: torch.Tensor, right_CL: torch.Tensor, chain_L: torch.Tensor, maps_ALL: torch.Tensor | None
     ) -> torch.Tensor:
         length = left_CL.shape[1]
-        if length == 1:  # a map of one pair has no variance, which the normalisation needs
+        if length == 1:  # the normalisation needs a variance, and one number has none
             maps_ALL = None if maps_ALL is None else maps_ALL.expand(-1, 2, 2)
             left_CL, right_CL, chain_L = left_CL.expand(-1, 2), right_CL.expand(-1, 2), chain_L.expand(2)
             return self._logits(left_CL, right_CL, chain_L, maps_ALL)[:1, :1]
@@ -138,15 +139,15 @@ class PairwiseHead(nn.Module):
 
 
 class BothHead(AttentionHead):
-    """The sum of the attention head's logits and the logits of a pairwise network.
+    """A head whose logits are the sum of the logits of an `AttentionHead` and of a `PairwiseHead`.
 
-    The network reads products of representations, the attention head's logits and MAPS mixtures of attention maps. Its
-    output starts near zero, so a new head starts with the attention head's logits.
+    The pairwise head reads products of representations, the attention head's logits and MAPS mixtures of attention
+    maps. Its output starts near zero, so the logits of a new head are nearly those of the attention head.
     """
 
     def __init__(self, n_maps: int, dim: int, channels: int, blocks: int) -> None:
         super().__init__(n_maps)
-        # Corrected maps are about 1 / L. Weights of about 1 make the mixtures as large as the products.
+        # Values of corrected maps are about 1 / L. With weights of about 1, mixtures are as large as the products.
         self.mix = nn.Parameter(torch.empty(MAPS, n_maps).uniform_(-1, 1))
         self.pairwise = PairwiseHead(dim, channels, blocks, maps=MAPS + 1)
         nn.init.zeros_(self.pairwise.out.bias)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Models with a task head, opened from a consolidated directory or built from a recipe."""
+"""Opens fine-tuned models with their task heads, and builds the model before the first step from a recipe."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ from esmshard.tasks.registry import new_task, settings_of
 
 @dataclass(frozen=True)
 class FineTuned:
-    """A consolidated model with its task head."""
+    """A fine-tuned model with its task head, opened from a directory that `consolidate` wrote."""
 
     model: FineTuner
     task: Task
     about: Mapping[str, Any]
-    """The content of `esmshard.json`."""
+    """The content of the file `esmshard.json` in the directory of the model."""
 
 
 def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
-    """Open a model directory that `consolidate` wrote, with its head, in evaluation mode.
+    """Open the model and its task head from a directory that `consolidate` wrote, in evaluation mode.
 
     Raises `InputError` for a model without a fine-tuned head, and `UsageError` for a device that does not exist.
     """
@@ -54,18 +54,18 @@ def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
 
 
 def load_base(recipe: Recipe, task: Task, device: DeviceName = None) -> FineTuner:
-    """Open the model before the first step of a run: the base weights, and a new head from the seed of the run."""
+    """Build the model before the first training step of a run: the initial weights, and a new head from the seed."""
     opened, computing = initial_weights(recipe), chosen_device(device)
     head, _ = new_head(recipe, task, opened)
     return FineTuner(weights.build(opened, computing), head.to(computing)).eval()
 
 
 def initial_weights(recipe: Recipe) -> Weights:
-    """Open the weights that a recipe starts from, set to join chains as the recipe's `data.join` says.
+    """Open the weights from which the training of a recipe starts. The model joins chains as `data.join` says.
 
     Raises:
-        InputError: `init` does not fit `model.name`.
-        UsageError: the model cannot join chains in this way.
+        InputError: the key `init` does not fit `model.name`.
+        UsageError: the model cannot join chains as `data.join` says.
     """
     name = recipe.model.name
     if recipe.init == "random":
@@ -77,7 +77,7 @@ def initial_weights(recipe: Recipe) -> Weights:
 
 
 def tracks_of(recipe: Recipe) -> list[TrackFile]:
-    """Return the track files that a recipe names. `UsageError` if its model cannot read one of the tracks."""
+    """Return the track files that a recipe names. Raises `UsageError` if its model cannot read one of the tracks."""
     if not recipe.data.tracks:
         return []
     takes = family_of(initial_weights(recipe).config).tracks
@@ -85,7 +85,7 @@ def tracks_of(recipe: Recipe) -> list[TrackFile]:
 
 
 def without_tracks(model: str, given: Collection[str]) -> list[str]:
-    """Return a sentence if a model was fine-tuned with tracks that are not in `given`, and otherwise an empty list."""
+    """Return one sentence if a model was fine-tuned with tracks that are not in `given`, otherwise an empty list."""
     try:
         recipe = read_json(weights.place(model) / "esmshard.json")["recipe"]
         missing = [name for name in recipe["data"].get("tracks") or {} if name not in given]
@@ -101,7 +101,7 @@ def without_tracks(model: str, given: Collection[str]) -> list[str]:
 
 
 def new_head(recipe: Recipe, task: Task, opened: Weights) -> tuple[nn.Module, str | None]:
-    """Make a new head from the recipe's seed. Also return a sentence about values copied from the model, or None."""
+    """Return a new head from the recipe's seed, and a sentence about values that were copied into the head, or None."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         head = task.head(opened.config)
@@ -109,8 +109,9 @@ def new_head(recipe: Recipe, task: Task, opened: Weights) -> tuple[nn.Module, st
 
 
 def start_values(task: Task, head: nn.Module, opened: Weights) -> str | None:
-    """Copy the head of `opened` to a new head if task, targets or classes, and sizes of both heads are equal. Otherwise
-    copy the values that the language model has for the head, if any. Return a sentence about the copy, or None.
+    """Set the values of a new head. If `opened` has a head of the same task, targets or classes, and sizes, copy this
+    head. Otherwise call the new head's method `start`, if it has one, which may copy values of the language model.
+    Return a sentence about the copied values, or None.
     """
     start = getattr(head, "start", lambda weights: None)
     if not opened.head or not head.state_dict():

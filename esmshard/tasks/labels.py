@@ -1,6 +1,6 @@
-"""The common parts of the tasks of labels: settings, heads, losses, linear baselines, and calibrated probabilities.
+"""The common parts of the tasks `sequence`, `pair` and `residue`: settings, heads, losses, baselines, calibration.
 
-A label is a number, one of several classes, or (`multilabel`) any of several classes.
+The label of a record or residue is a number, one of several classes, or (`multilabel`) any of several classes.
 """
 
 from abc import abstractmethod
@@ -30,22 +30,23 @@ from esmshard.tasks.metrics import LEAST, Row
 OUTPUTS = 8
 """The number of classes that memory estimates assume before labels are read."""
 MOST_ROWS = 50_000
-"""The maximum number of residues for baselines and probes. They are spread evenly over the training examples."""
+"""The maximum number of residues to which baselines and probes are fitted. These residues are spread evenly over the
+training examples."""
 TEMPERATURES = 2.0 ** (np.arange(-16, 41) / 8)
-"""The temperatures to try, from 1/4 to 32. Each is 9% higher than the previous one."""
+"""The temperatures from which the best is chosen, from 1/4 to 32. Each is 9% higher than the previous temperature."""
 FROZEN = "frozen embedding"
-"""The name of the baseline that is linear in the representations of the model before the first step."""
+"""The name of the baseline that is a linear model of the representations before the first training step."""
 
 
 class LabelSettings(TaskSettings):
-    """The settings that tasks of labels share."""
+    """The settings that the tasks `sequence`, `pair` and `residue` share."""
 
     kind: str
-    """The kind of the labels. Each task lists its own kinds."""
+    """The kind of the labels, such as `number` or `class`. Each task allows other kinds."""
     balance: float = Field(0.0, ge=0, le=1)
     """The exponent b of the loss weights: the weight of a class is frequency^-b. With 0 all labels have the same
-    weight. With 1 all classes have the same total weight. For `multilabel`, proteins with a label have the weight
-    odds^-b, with the odds of the label. Not for kind `number`."""
+    weight. With 1 all classes have the same total weight. For `multilabel`, the weight of the proteins that have a
+    label is odds^-b, where odds = share with the label / share without. Not for kind `number`."""
     hidden: int | None = Field(None, ge=0, le=8192)
     """The width of the head's hidden layer. 0 makes a linear head. The default is the width of the model."""
     dropout: float = Field(0.1, ge=0, lt=1)
@@ -63,9 +64,9 @@ class LabelSettings(TaskSettings):
 
 
 class LabelHead(nn.Module):
-    """The base of heads with one or two layers. It has the LayerNorm `norm` of width `dim`, `dropout`, the layer
-    `hidden` or None, `hidden_dropout`, and the last layer `out`. The argument `inputs` is the input width of the first
-    layer. With `hidden=0` the head is linear.
+    """The base class of heads with one or two layers. Its modules are the LayerNorm `norm` of width `dim`, `dropout`,
+    the first layer `hidden` (None if the head is linear), `hidden_dropout`, and the last layer `out`. The argument
+    `inputs` is the input width of the first layer. With the argument `hidden=0` the head is linear.
     """
 
     def __init__(self, dim: int, inputs: int, hidden: int, outputs: int, dropout: float) -> None:
@@ -82,23 +83,24 @@ class LabelHead(nn.Module):
         return nn.Linear(inputs, hidden)
 
     def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Convert the representations of S residues, or the means of S sequences, to inputs of the first layer."""
+        """Convert representations of S residues, or means over S sequences, [S, D], to inputs of the first layer."""
         normed_SD: torch.Tensor = self.norm(x_SD)
         return normed_SD
 
 
 class LabelTask(Task):
-    """The base of the tasks of labels. Outputs: standardised numbers [T] or logits [C], of a record or of each residue.
+    """The base class of tasks that learn labels. Outputs: T standardised numbers [T] or logits of C classes [C], for a
+    record or for each residue.
 
-    Facts for kind `number`: `targets` (their names), `mean` and `std` of the training labels. Facts for classes:
-    `classes` (their names), `counts` of the training labels, `records` (the number of training records), and
-    `temperature` (see `fit_temperature`).
+    Facts for kind `number`: `targets` (the names of the targets), `mean` and `std` of the training labels. Facts for
+    classes: `classes` (the names of the classes), `counts` (how many training labels each class has), `records` (the
+    number of training records), and `temperature` (see `fit_temperature`).
     """
 
     settings: LabelSettings
     of_base: ClassVar[tuple[str, ...]] = (FROZEN,)
     fitted: ClassVar[tuple[str, ...]]
-    """Names of the baselines that are linear models of `features`."""
+    """The names of the baselines that are linear models of the features from the method `features`."""
     head_class: ClassVar[type[LabelHead]]
 
     @property
@@ -110,7 +112,9 @@ class LabelTask(Task):
         return self.settings.kind == "class"
 
     def learn(self, train: Examples) -> Self:
-        """Compute mean and deviation of each target, or the number of labels of each class, over training examples."""
+        """Return a copy of this task whose facts are the mean and standard deviation of each target in training, or the
+        number of training labels of each class.
+        """
         labels, unit = train.labels, "residue" if self.per_residue else "record"
         if not len(train):
             raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
@@ -134,7 +138,7 @@ class LabelTask(Task):
         return type(self)(self.settings, {"classes": list(names), "counts": counts.tolist(), "records": len(train)})
 
     def _check_counts(self, train: Examples, names: Sequence[str], counts: npt.NDArray[np.int64], unit: str) -> None:
-        """Refuse training labels that are all the same, and classes without an example."""
+        """Refuse training labels that are missing or all the same, and classes without a training label."""
         absent = [shown(name) for name, count in zip(names, counts, strict=True) if not count]
         several, problem = self.settings.kind == "multilabel", ""
         if not counts.any():
@@ -153,7 +157,7 @@ class LabelTask(Task):
             raise InputError(f"{train.path}: {problem}")
 
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make a head of `head_class`. A new head predicts the mean, or the class shares, of the training labels."""
+        """Return a new head of class `head_class`. It predicts the mean or the class shares of the training labels."""
         prior = self.prior()
         hidden = config.dim if self.settings.hidden is None else self.settings.hidden
         head = self.head_class(config.dim, hidden, len(prior), self.settings.dropout)  # type: ignore[call-arg]
@@ -162,23 +166,23 @@ class LabelTask(Task):
         return head
 
     def target(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Convert the label of a record to numbers [..., T], classes [...], or 0 and 1 for each class [C]."""
+        """Convert the label of a record to T numbers [..., T], classes [...], or 0 and 1 for each of C classes [C]."""
         return label
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the input with its target. For numbers the target is float32 [..., T], standardised, NaN if missing;
-        for a class int64 [...], -1 if missing; and for `multilabel` float32 [C] of 0 and 1.
+        """Return the model's input with the target. For numbers the target has standardised values, NaN if missing,
+        float32 [..., T]. For a class it is int64 [...], -1 if missing. For `multilabel` it is 0 or 1, float32 [C].
         """
         target = self.target(example.labels["target"])
         if self.settings.kind == "number":
             target = ((target - np.array(self.facts["mean"])) / np.array(self.facts["std"])).astype(np.float32)
-        # A copy, since torch needs a writable array.
+        # `np.array` copies the target, since torch needs a writable array.
         return Inputs(example.tokens, np.array(target), tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         """Compute the loss. For numbers it is squared errors or Huber losses of standardised values, without missing
-        ones. For a class it is weighted cross-entropy, whose count is the sum of the weights. For `multilabel` it is
-        binary cross-entropy over all labels. All residues count equally, since the metrics also pool all residues.
+        values. For a class it is weighted cross-entropy, whose count is the sum of the weights. For `multilabel` it is
+        binary cross-entropy over all labels. All residues of a batch count equally, as in the metrics.
         """
         join = torch.cat if self.per_residue else torch.stack
         output = join(list(outputs))
@@ -202,14 +206,14 @@ class LabelTask(Task):
         return self.probabilities(output / temperature_of(self.facts))
 
     def probabilities(self, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
-        """Return the probabilities of the classes, along the last dimension."""
+        """Convert logits to probabilities of the classes, which are along the last dimension."""
         logits = logits.astype(np.float64)
         is_class = self.settings.kind == "class"
         return np.asarray(special.softmax(logits, axis=-1) if is_class else special.expit(logits), dtype=np.float32)
 
     def prior(self) -> npt.NDArray[np.float32]:
-        """Return the output that predicts the mean, or the class frequencies, of the training labels, [O]. Without
-        facts, return zeros: OUTPUTS zeros if no setting names the classes.
+        """Return the output of a head, [O], that predicts the mean or the class frequencies of the training labels. If
+        there are no facts yet, return zeros: OUTPUTS zeros if the number of classes is unknown.
         """
         if self.settings.kind == "number":
             return np.zeros(len(self.names) or 1, dtype=np.float32)
@@ -220,14 +224,14 @@ class LabelTask(Task):
         return np.asarray(np.log(odds), dtype=np.float32)
 
     def _shares(self) -> npt.NDArray[np.float64]:
-        """Return the share of each class in the training labels, [C]; for `multilabel` a smoothed share of records."""
+        """Return the share of each class in the training labels, [C]. For `multilabel` it is a share of the records."""
         counts = np.array(self.facts["counts"])
         several = self.settings.kind == "multilabel"
         return np.asarray((counts + 0.5) / (self.facts["records"] + 1) if several else counts / counts.sum())
 
     def _weights(self) -> npt.NDArray[np.float64]:
-        """Return the weight of each class, [C], with mean 1 over the training labels. For `multilabel`, return for each
-        label the weight of the proteins that have it.
+        """Return the loss weight of each class, [C], whose mean over the training labels is 1. For `multilabel`, return
+        for each label the loss weight of the proteins with this label.
         """
         shares_C = self._shares()
         if self.settings.kind == "multilabel":
@@ -239,14 +243,14 @@ class LabelTask(Task):
 
     @abstractmethod
     def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-        """Return the features of each residue [L, F], or of a record [1, F], for the baseline `name` in `fitted`."""
+        """Return the F features of the baseline `name` for each residue [L, F], or for a record [1, F]."""
 
     @abstractmethod
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.floating]:
         """Return the base model's representation of each residue [L, D], or the means over S sequences [S, D]."""
 
     def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], npt.NDArray[Any]]:
-        """Choose at most MOST_ROWS labelled residues, evenly spread; or, for labels of records, all records. Return the
+        """Choose at most MOST_ROWS labelled residues, evenly spread, or all records if records have labels. Return the
         chosen indices in each example, and the targets at all of these indices, [M] or [M, O].
         """
         targets = [self.inputs(example).target for example in train]
@@ -285,7 +289,7 @@ class LabelTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Baseline `mean` or `majority` has the same output for all records. The baselines in `fitted` are linear."""
+        """Return the outputs of the constant baseline `mean` or `majority`, and of the linear baselines in `fitted`."""
         prior = self.prior()
         outputs: Outputs = {
             "majority" if self.settings.kind == "class" else "mean": [
@@ -300,7 +304,7 @@ class LabelTask(Task):
 
     @torch.no_grad()
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit ridge or logistic regression to the inputs that the last layer gets from the frozen model."""
+        """Fit the last layer of the head to the frozen model's representations, by ridge or logistic regression."""
         assert isinstance(head, LabelHead)
         taken, target_M = self._chosen(train)
         x = []
@@ -315,7 +319,7 @@ class LabelTask(Task):
 
 
 def temperature_of(facts: Mapping[str, Any]) -> float:
-    """Return the number by which logits are divided before the softmax; 1 if no temperature was fitted."""
+    """Return the temperature, by which logits are divided before the softmax. It is 1 if no temperature was fitted."""
     return float(facts.get("temperature") or 1.0)
 
 
@@ -327,7 +331,7 @@ def probability_row(
     Args:
         logits_MC: the logits of C classes, or of C labels, for M predictions.
         truth: the true class of each prediction, integers [M]; or whether each label is true, bool [M, C].
-        facts: facts of the task. With a fitted temperature the row also has the values before the scaling.
+        facts: facts of the task. If they have a temperature, the row also has values without this temperature.
     """
     several = truth.dtype == np.bool_
 
@@ -340,7 +344,7 @@ def probability_row(
 
     def log_losses(temperature_K: Sequence[float] | npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         z_KMC = logits_MC.astype(np.float64) / np.asarray(temperature_K)[:, None, None]
-        with np.errstate(invalid="ignore"):  # a diverged model has NaN
+        with np.errstate(invalid="ignore"):  # the logits of a diverged model are NaN
             if several:
                 return np.asarray((np.logaddexp(0, z_KMC) - z_KMC * truth).sum((1, 2)))
             right_KM = z_KMC[:, np.arange(len(truth)), truth.astype(np.int64)]
@@ -357,11 +361,11 @@ def probability_row(
 
 
 def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] | None = None) -> dict[str, float]:
-    """Compute ECE and log loss over all predictions. If a temperature was fitted, also compute both without it.
+    """Compute ECE and log loss over all predictions. If a temperature was fitted, also compute both metrics without it.
 
     Args:
         rows: results of `probability_row`.
-        predictions: the number of predictions of each row; by default all rows have the same number.
+        predictions: the number of predictions in each row; by default all rows have equally many predictions.
     """
     loss_N = np.array([row["log loss"] for row in rows], dtype=np.float64)
     weight_N = np.ones(len(rows)) if predictions is None else predictions
@@ -378,10 +382,10 @@ def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] |
 
 
 def fit_temperature(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the facts `temperature` and `validation_records`. Return no facts if the rows have no `log losses`.
+    """Return the facts `temperature` and `validation_records`. If the rows have no `log losses`, return no facts.
 
-    The temperature is the value of TEMPERATURES with the highest likelihood (Guo et al. 2017, arXiv:1706.04599). It is
-    None for fewer than LEAST records, and for outputs that are not finite.
+    The temperature is the value in TEMPERATURES with the lowest log loss (Guo et al. 2017, arXiv:1706.04599). If fewer
+    than LEAST records are labelled, or if a log loss is not finite, the temperature is None.
 
     Args:
         rows: rows of the validation split from a task without a temperature.

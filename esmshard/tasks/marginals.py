@@ -1,4 +1,4 @@
-"""The probabilities that a language model predicts at residues of a protein, masked one at a time or visible."""
+"""The probabilities of amino acids that a language model predicts at a residue, if the residue is masked or visible."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -17,27 +17,28 @@ from esmshard.progress import Progress
 from esmshard.vocab import MASK, RESIDUES, STANDARD, VOCAB_SIZE, encode
 
 TOKENS = 4096
-"""The maximum number of tokens of a pack. Larger packs are not faster on a CPU, and need more memory."""
+"""The maximum number of tokens in one batch of whole sequences. Larger batches need more memory and are not faster on a
+CPU."""
 
 _LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
 _COLUMN = np.zeros(VOCAB_SIZE, np.int64)
 _COLUMN[_LETTERS.numpy()] = np.arange(len(RESIDUES))
 
 Tracks = Mapping[str, npt.NDArray[Any]]
-"""The values of each track of a protein, [L + 2, ...], by the name of the track."""
+"""The values of each track of a protein, [L + 2, ...], by the name of the track. A track is a further model input."""
 Protein = tuple[npt.NDArray[np.uint8], Tracks]
-"""The tokens of a protein, uint8 [L + 2], and its tracks."""
+"""A pair: the tokens of a protein, uint8 [L + 2], and the tracks of this protein."""
 
 
 class View(NamedTuple):
-    """The window of a protein that the model reads in one pass, and the residues that it predicts in this pass."""
+    """The window of a protein that a model reads in one forward pass, and the residues that the model then predicts."""
 
     protein: int
-    """The number of the protein."""
+    """The index of the protein among all proteins that are scored."""
     tokens: npt.NDArray[np.uint8]
     tracks: Tracks
     places: npt.NDArray[np.int64]
-    """The indices of the predicted tokens in `tokens`, int64 [P]."""
+    """The indices of the tokens to predict in the field `tokens`, int64 [P]."""
     residues: npt.NDArray[np.uint8]
     """The true tokens at these indices, before any mask, uint8 [P]."""
 
@@ -59,8 +60,8 @@ def log_probabilities(
         sites: positions in `sequence`, from 0.
         hidden: whether `<mask>` replaces each site, which takes one pass for each site. Otherwise nothing is masked,
             and a sequence that fits into the window takes one pass.
-        window: the number of residues that the model reads at once; by default as many as in training.
-        tracks: tracks of the sequence.
+        window: the number of residues that the model reads at once; by default as many as in its training.
+        tracks: the values of each track of the sequence, by the name of the track.
     """
     if window is None:
         window = window_of(model.config)
@@ -86,18 +87,18 @@ def pseudo_log_likelihoods(
     window: int,
     visible: Corruption | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Sum log p over the residues of each protein that are among the 20 amino acids, float64 [N].
+    """Return the sum of log p over the residues of each protein that are one of the 20 amino acids, float64 [N].
 
-    p is the probability of the residue when only this residue is masked. This takes one pass for each residue. With
-    `visible`, `as_masked` estimates p from a pass in which nothing is masked. A long protein is then covered by windows
-    that overlap by half, and each residue is predicted in the window whose middle is nearest.
+    p is the probability of the residue when only this residue is masked, which takes one forward pass for each residue.
+    With `visible`, the function `as_masked` estimates p from a pass in which nothing is masked. Windows that overlap by
+    half or more then cover a long protein, and each residue is predicted in the window whose middle is nearest.
 
     Args:
         model: a model with an LM head.
         proteins: N proteins.
-        scored_N: the number of `scored_residues` in each protein.
+        scored_N: how many residues of each protein are scored; see `scored_residues`.
         window: the number of residues that the model reads at once.
-        visible: how the model's training changed residues. None masks each residue.
+        visible: how the model's training changed residues, if nothing is masked. If None, each residue is masked.
     """
     sum_N, done = np.zeros(len(scored_N)), 0
     with Progress("score", int(scored_N.sum())) as progress:
@@ -115,7 +116,7 @@ def pseudo_log_likelihoods(
 
 
 def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return the indices of tokens that are one of the 20 amino acids, int64 [S]. Other letters are rare in training.
+    """Return the indices of the tokens that are one of the 20 amino acids, int64 [S].
 
     >>> scored_residues(encode("MXK")).tolist()
     [1, 3]
@@ -126,13 +127,13 @@ def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 def as_masked(log_p_P: npt.NDArray[np.float64], training: Corruption) -> npt.NDArray[np.float64]:
     """Estimate log p of masked residues from log p of the same residues when they are visible, float64 [P].
 
-    In training, the model also had to predict residues that it saw. A share `unchanged` of all residues to predict was
-    the true residue x, and a share `random` was a random one of `letters` letters. If m is the probability of x at a
-    mask, Bayes' rule gives p = m (u + r) / (m u + r), where u is `unchanged`, and r is `random` divided by `letters`.
-    Hence m = p r / (u + r - u p).
+    In training, the model also had to predict residues that were not masked. Of all residues to predict, the model saw
+    a share `unchanged` as the true residue x, and a share `random` as a random one of `letters` letters. If m is the
+    probability of x at a mask, Bayes' rule gives p = m (u + r) / (m u + r) for a visible x, where u is `unchanged`, and
+    r is `random` divided by `letters`. Hence m = p r / (u + r - u p).
 
-    Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) also estimate a pseudo-log-likelihood from one pass. This formula
-    was derived for esmshard, and was not compared with theirs.
+    Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) also estimate a pseudo-log-likelihood from one pass. The formula
+    here was derived for esmshard, and was not compared with the method of Gordon et al.
 
     >>> training = Corruption(random=0.1, unchanged=0.1, letters=20)
     >>> np.exp(as_masked(np.log([1.0, 0.525, 0.1]), training)).round(4).tolist()
@@ -142,7 +143,7 @@ def as_masked(log_p_P: npt.NDArray[np.float64], training: Corruption) -> npt.NDA
 
 
 def _part(n: int, protein: Protein, start: int, window: int, sites: npt.NDArray[np.int64]) -> View:
-    """Return a view of the window that starts at residue `start`, with nothing masked."""
+    """Return the window of protein `n` that starts at residue `start`. No residue in the window is masked."""
     tokens, tracks = protein
     window_tokens = piece(tokens, start, window)
     tracks = {name: piece(values, start, window) for name, values in tracks.items()}
@@ -150,7 +151,7 @@ def _part(n: int, protein: Protein, start: int, window: int, sites: npt.NDArray[
 
 
 def _around(n: int, protein: Protein, site: int, window: int, hidden: bool) -> View:
-    """Return a view of the window around a site. `hidden` masks the site, but not its tracks."""
+    """Return the window of protein `n` around a site. `hidden` masks the residue at the site, but not its tracks."""
     start = min(max(site - window // 2, 0), max(len(protein[0]) - 2 - window, 0))
     view = _part(n, protein, start, window, np.array([site]))
     if hidden:
@@ -159,13 +160,15 @@ def _around(n: int, protein: Protein, site: int, window: int, hidden: bool) -> V
 
 
 def _hidden(n: int, protein: Protein, window: int) -> Iterator[View]:
-    """Yield one view for each scored residue, in which this residue is masked."""
+    """Yield one window of protein `n` for each scored residue. In this window only this residue is masked."""
     for place in scored_residues(protein[0]).tolist():
         yield _around(n, protein, place - 1, window, hidden=True)
 
 
 def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
-    """Cover a protein by as few views as possible, of at most `window` residues. Neighbours overlap by half or more."""
+    """Yield windows of at most `window` residues that cover protein `n`, as few as possible. Neighbouring windows
+    overlap by half or more.
+    """
     sites = scored_residues(protein[0]) - 1
     room = max(len(protein[0]) - 2 - window, 0)
     steps = -(-room // max(window // 2, 1))
@@ -177,8 +180,9 @@ def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
 
 
 def _predicted(model: Trunk, views: Iterable[View]) -> Iterator[tuple[View, npt.NDArray[np.float32]]]:
-    """Yield each view with its log p, float32 [P, A], computed in packs of about TOKENS. `views` should be an iterator,
-    since all views of a long protein together would fill the memory.
+    """Yield each window (`View`) with its log probabilities, float32 [P, A], computed in batches of about TOKENS.
+
+    The argument `views` should be an iterator, since all windows of a long protein would fill the memory.
     """
     device, threads = model.device, model.shared_on is None
 

@@ -1,7 +1,7 @@
 """Metrics that several tasks share, and their bootstrap intervals. An undefined metric is NaN, never 0.
 
-A bootstrap computes metrics thousands of times, and scikit-learn and scipy are too slow for this. Metrics are therefore
-computed from counts in the rows of the records (confusion matrices, calibration bins), and from ranks (`ranked`).
+A bootstrap computes metrics thousands of times, and scikit-learn and scipy are too slow for that. Metrics are therefore
+computed from counts in the rows of the records (confusion matrices, calibration bins), and from ranks (see `ranked`).
 """
 
 import math
@@ -16,32 +16,32 @@ from esmshard.data.splits.variant_records import site_blocks
 from esmshard.data.variants import Mutation, name_of
 
 Row = Mapping[str, float | npt.NDArray[Any]]
-"""The contribution of one record to the metrics. Numbers (NaN if undefined) become columns of the file
-`per_protein.csv`. Only `Task.summary` uses arrays, such as counts of classes."""
+"""The values of one record by name, from which metrics are computed. Numbers (NaN if undefined) become columns of the
+file `per_protein.csv`. Arrays, such as counts of classes, are used only by the method `Task.summary`."""
 
 R = TypeVar("R")
 
 CALIBRATION_BINS = 15
-"""The number of confidence bins of equal width, as in Guo et al. 2017 (arXiv:1706.04599)."""
+"""The number of confidence bins of equal width for the calibration error, as in Guo et al. 2017 (arXiv:1706.04599)."""
 THRESHOLDS = np.arange(101) / 100
 """The probability thresholds of Fmax: 0, 0.01, ..., 1."""
 BEST_SHARE = 0.01
-"""The share of a fold's measured variants that count as its best variants."""
+"""The share of the measured variants of a fold that count as the best variants of the fold."""
 RESAMPLES = 2000
-"""The number of bootstrap resamples."""
+"""The number of bootstrap resamples, except for very many records (see MOST_ROWS)."""
 LEAST = 10
-"""The minimum number of records, or blocks of records, for an interval. With fewer, percentile intervals are too narrow
-(Hesterberg 2015, doi:10.1080/00031305.2015.1089789).
+"""The minimum number of records, or blocks of records, for a bootstrap interval. With fewer records, percentile
+intervals are too narrow (Hesterberg 2015, doi:10.1080/00031305.2015.1089789).
 """
 BIASED = frozenset({"ECE", "ECE before scaling"})
-"""Metrics whose best value is 0, and which noise can only raise. The value of a sample is too high, and the values of
-its resamples are even higher (Kumar et al. 2019, arXiv:1909.10155). See `interval`."""
+"""The metrics whose best value is 0, and which noise raises. The value of a sample is too high, and the values of
+resamples are even higher (Kumar et al. 2019, arXiv:1909.10155). The function `interval` corrects for this bias."""
 MOST_ROWS = 10_000_000
-"""The maximum number of rows of all resamples together. With many records there are fewer resamples, at least 200."""
+"""The maximum number of rows in all resamples together. It reduces the number of resamples, but not below 200."""
 
 
 def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
-    """Compute the mean of each column over the records that have a value."""
+    """Compute the mean of each column over the rows that have a value in this column; NaN if there are none."""
     x_NC = np.array([[row.get(column, np.nan) for column in columns] for row in rows], dtype=np.float64)
     known_NC = ~np.isnan(x_NC)
     with np.errstate(invalid="ignore"):
@@ -50,8 +50,10 @@ def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
 
 
 def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
-    """Return from which records a column of the final table is computed, bool [N]. These are the records with a number
-    in this column, or with a number for its target. If the rows have neither, return all records.
+    """Return from which of N records a metric, a `column` of the final table, is computed, bool [N].
+
+    These are the records whose row has a number for this metric, or else for the target of this metric. If no row has
+    such a number, return True for all records.
     """
     keys = (column, column.removesuffix(" per protein"), f"target{column.removeprefix('Spearman')}", "target")
     key = next((key for key in keys if any(isinstance(row.get(key), float) for row in rows)), None)
@@ -67,15 +69,16 @@ def mean(values: npt.NDArray[np.float64]) -> float:
 
 
 def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
-    """Sum the arrays of all rows under `key`."""
+    """Return the sum of the arrays that all rows have under `key`."""
     values = np.concatenate([np.asarray(row[key]) for row in rows])  # three times as fast as stacking
     return np.asarray(values.reshape(len(rows), *np.shape(rows[0][key])).sum(0, dtype=np.float64))
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """In each array whose key begins with `ranked `, replace values by their places, int32: the number of distinct
-    smaller values in all rows. Metrics of ranks are the same for places, and resamples need no sorting. If a value is
-    NaN, as from a diverged model, the arrays of this key stay unchanged.
+    """Copy the rows, and replace each value by its place in the arrays whose key begins with `ranked `.
+
+    The place of a value, int32, is the number of distinct smaller values in all rows. Metrics of ranks are the same for
+    places, and resamples need no sorting. If a value of a key is NaN, the arrays of this key stay unchanged.
     """
     copies = [dict(row) for row in rows]
     for key in (key for key in rows[0] if key.startswith("ranked ")):
@@ -89,12 +92,12 @@ def ranked(rows: Sequence[Row]) -> list[Row]:
 
 
 def joined(rows: Sequence[Row], key: str) -> npt.NDArray[Any]:
-    """Concatenate the values of all rows under `key`, flattened."""
+    """Concatenate the flattened arrays that all rows have under `key`."""
     return np.concatenate([np.ravel(row[key]) for row in rows])
 
 
 def _places(x_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return the place of each value among the distinct values. Places of `ranked` are returned unchanged."""
+    """Return the place of each value among the distinct values. Places from `ranked` (int32) are returned unchanged."""
     return x_N if x_N.dtype == np.int32 else np.unique(x_N, return_inverse=True)[1]
 
 
@@ -102,7 +105,7 @@ def _places(x_N: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float:
-    """Compute the correlation. NaN for fewer than two values, or if all values of `a_N` or of `b_N` are equal."""
+    """Compute Pearson's correlation. NaN for fewer than two pairs, or if all values of `a_N` or of `b_N` are equal."""
     if len(a_N) < 2 or a_N.min() == a_N.max() or b_N.min() == b_N.max():
         return np.nan
     a_N, b_N = a_N - a_N.mean(), b_N - b_N.mean()
@@ -111,8 +114,8 @@ def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float
 
 
 def spearman(a_N: npt.NDArray[Any], b_N: npt.NDArray[Any]) -> float:
-    """Compute the correlation of ranks. Equal values get the mean of their ranks. NaN as for `pearson`, and if a value
-    is NaN. For places (see `ranked`) the time is linear.
+    """Compute Spearman's correlation. Equal values get the mean of their ranks. The result is NaN as for `pearson`, and
+    if a value is NaN. If the values are places (see `ranked`), the time is linear.
     """
     return np.nan if np.isnan(a_N).any() or np.isnan(b_N).any() else pearson(_mean_ranks(a_N), _mean_ranks(b_N))
 
@@ -126,8 +129,8 @@ def _mean_ranks(x_N: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 def spearman_within(
     predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
 ) -> float:
-    """Compute `spearman` in each fold, and its mean over the folds where it is defined, weighted by the number of
-    measured values.
+    """Compute Spearman's correlation in each fold, and return the mean over the folds with a defined correlation. The
+    weight of a fold is its number of measured values.
 
     Each fold has its own model, and the predictions of two models may differ by an offset. A correlation over all folds
     would also compare these offsets. Measured values may be NaN.
@@ -142,7 +145,7 @@ def spearman_within(
 
 
 def best_count(measured_N: npt.NDArray[np.float64]) -> int:
-    """Return how many variants of a fold count as its best: BEST_SHARE of the measured ones, but at least one."""
+    """Return how many measured variants of a fold count as the best: the share BEST_SHARE, but at least one."""
     known = int((~np.isnan(measured_N)).sum())
     return min(known, max(1, round(BEST_SHARE * known)))
 
@@ -150,14 +153,15 @@ def best_count(measured_N: npt.NDArray[np.float64]) -> int:
 def top_of_list(
     predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Choose the `best_count` variants with the highest predictions in each fold, and score this choice.
+    """Choose the variants with the highest predictions in each fold, as many as `best_count` returns, and score them.
 
-    Higher predictions and measured values are better. Measured values may be NaN. If several variants at the limit have
-    the same prediction, each counts with the probability that it is chosen.
+    Higher predictions and measured values are better. Variants without a measured value (NaN) are not chosen. If some
+    of several variants with the same prediction must be chosen, each of these variants counts with its probability.
 
     Returns:
         The recall: the share of the chosen variants that are among the best measured variants of their fold.
-        The mean measured value of the chosen variants. Both are NaN if nothing is measured or a prediction is NaN.
+        The mean measured value of the chosen variants. Both numbers are NaN if no variant is measured, or if the
+        prediction of a measured variant is NaN.
     """
     hits, total, chosen = 0.0, 0.0, 0
     for fold in np.unique(fold_N):
@@ -175,9 +179,9 @@ def top_of_list(
 
 
 def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Compute Spearman, Pearson, RMSE and R2 over the values whose target is not NaN.
+    """Compute Spearman, Pearson, RMSE and R2 over the records whose target is not NaN.
 
-    R2 is 1 - sum of squared errors / sum of squared deviations of the targets from their mean. It may be negative.
+    R2 is 1 - sum of squared errors / sum of squared deviations of the targets from their mean. R2 may be negative.
     """
     known = ~np.isnan(target_N)
     predicted_N, target_N = predicted_N[known], target_N[known]
@@ -195,14 +199,14 @@ NUMBER_COLUMNS = ("Spearman", "Pearson", "RMSE", "R2")
 
 
 def number_columns(names: Sequence[str]) -> tuple[str, ...]:
-    """Return the columns for targets `names`. Several targets have no common unit, and therefore no common RMSE."""
+    """Return the names of the metrics for the targets `names`. There is no mean RMSE, since units of targets differ."""
     return NUMBER_COLUMNS if len(names) < 2 else ("Spearman", "Pearson", "R2", *(f"Spearman {name}" for name in names))
 
 
 def number_row(
     predicted_T: npt.NDArray[np.floating], target_T: npt.NDArray[np.floating], names: Sequence[str]
 ) -> dict[str, float | npt.NDArray[np.float64]]:
-    """Return the row of a record for `number_summary`: the predicted and the true value of each target."""
+    """Return the predicted and the true value of each target of a record, as a row for `number_summary`."""
     row: dict[str, float | npt.NDArray[np.float64]] = {}
     for t, name in enumerate(names):
         of = f" {name}" if len(names) > 1 else ""
@@ -211,7 +215,7 @@ def number_row(
 
 
 def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float]:
-    """Compute `of_numbers` over records. For several targets, return the means over targets and the values of each."""
+    """Compute the metrics of `of_numbers` for each target. For several targets, also return means, but not of RMSE."""
     values_2NT = np.concatenate([np.asarray(row["values"]) for row in rows], axis=1).reshape(2, len(rows), len(names))
     each = [of_numbers(values_2NT[0, :, t], values_2NT[1, :, t]) for t in range(len(names))]
     if len(names) == 1:
@@ -226,15 +230,15 @@ def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float
 
 
 def confusion(target_M: npt.NDArray[np.int64], predicted_M: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-    """Count how often class j was predicted for class i, [n, n]."""
+    """Return the confusion matrix, [n, n]: how often class j was predicted for residues or records of class i."""
     return np.bincount(target_M * n + predicted_M, minlength=n * n).reshape(n, n)
 
 
 def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Compute accuracy, MCC and macro-F1 from counts of (target, predicted).
+    """Compute accuracy, MCC and macro-F1 from a confusion matrix (see `confusion`). Without counts they are NaN.
 
-    MCC is the version for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006). It is 0 if all
-    targets or all predictions are of one class. Macro-F1 is the mean over the classes that occur in either of them.
+    MCC is the version for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006). MCC is 0 if all
+    targets or all predictions are of one class. Macro-F1 is the mean over classes that occur as target or prediction.
     """
     samples, right_C = counts_CC.sum(), counts_CC.diagonal()
     if not samples:
@@ -252,24 +256,24 @@ def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
 def f1(
     right_C: npt.NDArray[np.float64], predicted_C: npt.NDArray[np.float64], target_C: npt.NDArray[np.float64]
 ) -> float:
-    """Compute the mean of the F1 scores of the classes that occur among predictions or targets."""
+    """Compute the mean F1 score of the classes that occur as a prediction or target, from the counts of each class."""
     both_C = predicted_C + target_C
     occurs = both_C > 0
     return float((2 * right_C[occurs] / both_C[occurs]).mean()) if occurs.any() else np.nan
 
 
 def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Count predictions in bins of confidence, float64 [3, bins], for `calibration_error`. The rows are the number of
-    predictions, the sum of their confidences, and the number of correct predictions.
+    """Count predictions in bins of confidence, for `calibration_error`. Return an array, float64 [3, bins], whose rows
+    are the number of predictions, the sum of their confidences, and the number of correct predictions.
     """
-    confidence_M = np.nan_to_num(confidence_M)  # a diverged model has NaN
+    confidence_M = np.nan_to_num(confidence_M)  # the confidences of a diverged model are NaN
     bin_M = np.minimum((confidence_M * CALIBRATION_BINS).astype(np.int64), CALIBRATION_BINS - 1)
     weights = (None, confidence_M, correct_M)
     return np.stack([np.bincount(bin_M, w, minlength=CALIBRATION_BINS) for w in weights]).astype(np.float64)
 
 
 def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
-    """Compute the expected calibration error (ECE): the weighted mean of |confidence - accuracy| over bins."""
+    """Compute the expected calibration error (ECE), the weighted mean of |confidence - accuracy| over bins."""
     count_B, confidence_B, right_B = bins_3B
     return float(np.abs(confidence_B - right_B).sum() / count_B.sum()) if count_B.any() else np.nan
 
@@ -278,9 +282,9 @@ def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
 
 
 def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """Compute AUROC and AUPRC (average precision). For places (see `ranked`) the time is linear.
+    """Compute AUROC and AUPRC (average precision). If the scores are places (see `ranked`), the time is linear.
 
-    Both are NaN without positives, or if a score is NaN. AUROC is also NaN without negatives.
+    Both metrics are NaN if no record is positive, or if a score is NaN. AUROC is also NaN if no record is negative.
     """
     if not truth_N.any() or np.isnan(score_N).any():
         return {"AUROC": np.nan, "AUPRC": np.nan}
@@ -300,8 +304,8 @@ def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[s
 
 
 def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Return what a protein adds to the sums of `fmax`, [4, thresholds]: precision, 1 if precision is defined, recall,
-    and 1.
+    """Return the four numbers that a protein adds to the sums for `fmax` at each threshold, [4, thresholds]. They are
+    the precision, 1 if the precision is defined, the recall, and 1.
 
     A label is predicted if its probability is at least the threshold. Precision is undefined without predictions. A
     protein without labels adds zeros, since CAFA scores only annotated proteins.
@@ -317,10 +321,10 @@ def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.
 
 
 def fmax(terms: npt.NDArray[np.float64]) -> float:
-    """Compute protein-centric Fmax of CAFA (Radivojac et al. 2013, doi:10.1038/nmeth.2340) from the sum of
-    `fmax_terms`.
+    """Compute protein-centric Fmax of CAFA (Radivojac et al. 2013, doi:10.1038/nmeth.2340). The argument `terms` is the
+    sum of the results of `fmax_terms` over proteins.
 
-    Precision is averaged over the proteins with a prediction at the threshold, recall over all labelled proteins.
+    Precision is averaged over the proteins with a prediction at the threshold, and recall over all labelled proteins.
     """
     precision, predicted, recall, proteins = terms
     if not proteins[0]:
@@ -334,7 +338,7 @@ def fmax(terms: npt.NDArray[np.float64]) -> float:
 
 @dataclass(frozen=True)
 class Interval:
-    """A metric with its 95% bootstrap interval over records. Without an interval, `low` and `high` are NaN."""
+    """A metric with its 95% bootstrap interval over records. If there is no interval, `low` and `high` are NaN."""
 
     value: float
     low: float
@@ -347,8 +351,8 @@ class Interval:
 
 
 def draws(n: int, block_N: npt.NDArray[np.int64] | None = None, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield bootstrap resamples: int64 arrays of about n record indices. Records, or their whole blocks, are drawn with
-    replacement. For fewer than LEAST records or blocks, yield nothing.
+    """Yield bootstrap resamples: int64 arrays of about n record indices. Records are sampled with replacement, or whole
+    blocks of records if `block_N` is given. For fewer than LEAST records or blocks, yield nothing.
 
     The same records and seed give the same resamples, so two methods can be compared in each resample. All metrics of
     an evaluation are computed from one resample, while `scipy.stats.bootstrap` computes one metric from one array.
@@ -371,33 +375,33 @@ def bootstrap(
     seed: int = 0,
     block_N: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, list[float]]:
-    """Return for each metric its value over all rows, and then over each resample (see `draws`). Rows with the same
-    number in `block_N` are drawn together.
+    """Return a list for each metric: the value over all rows, followed by the values over the resamples (see `draws`).
+    Rows with the same number in `block_N` are resampled together.
     """
     samples = [summary(rows), *(summary([rows[n] for n in draw]) for draw in draws(len(rows), block_N, seed))]
     return {name: [sample.get(name, np.nan) for sample in samples] for name in samples[0]}
 
 
 def count_units(n: int, block_N: npt.NDArray[np.int64] | None) -> int:
-    """Count the units of a resample: n records, or their blocks. Block -1, the wild type, is not counted."""
+    """Return the number of units to resample: n records, or the blocks in `block_N` without -1 (the wild type)."""
     return n if block_N is None else len(np.unique(block_N[block_N >= 0]))
 
 
 def interval(values: Sequence[float], metric: str = "") -> Interval:
-    """Compute the interval of a metric from the values of `bootstrap`. Resamples without a value are left out.
+    """Compute the interval of a metric from the values of `bootstrap`. Resamples whose value is NaN are left out.
 
-    By default it is the percentile interval. For a metric in BIASED, or if the percentile interval does not contain the
-    value, it is the basic bootstrap interval: the percentiles are reflected at the value, which corrects the bias of
-    the resamples (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 5.2). The basic interval
-    is widened to contain the value, since the value is not corrected. For a metric in BIASED no limit is below 0.
+    By default the result is the percentile interval. For a metric in BIASED, or if the percentile interval does not
+    contain the value, the result is the basic bootstrap interval: the percentiles are reflected at the value, which
+    corrects the bias of the resamples (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 5.2).
+    The basic interval is widened to contain the value. For a metric in BIASED no limit is below 0.
     """
     plain = difference(values, [0.0] * len(values), metric)
     return Interval(plain.value, max(plain.low, 0.0), plain.high) if metric in BIASED else plain
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "") -> Interval:
-    """Compute the difference `ours` - `theirs` and its interval, from two results of `bootstrap` over the same records
-    with the same seed. If one of the results has no resamples, the limits are NaN.
+    """Compute the difference `ours` - `theirs` of a metric and its interval. Both arguments are lists of `bootstrap`
+    over the same records with the same seed. If one of the lists has no resamples, the limits are NaN.
     """
     value, *resampled = (a - b for a, b in zip(ours, theirs, strict=False))
     known = [v for v in resampled if not np.isnan(v)]
@@ -410,12 +414,12 @@ def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "")
 
 
 def variant_units(variants: Sequence[tuple[Mutation, ...]]) -> tuple[npt.NDArray[np.int64], str]:
-    """Return the unit of each variant that the bootstrap resamples, int64 [N], and the noun for a unit: `position`,
-    `site combination` or `variant`.
+    """Return the number of the unit to which each variant belongs in the bootstrap, int64 [N], and the noun for a unit:
+    `position`, `site combination` or `variant`.
 
-    Variants that change the same sites are not independent. Such a block of variants is resampled together if there are
-    at least LEAST blocks, and no block has more than half of the variants. Otherwise, as in a library of few sites,
-    single variants are resampled. Replicates of a variant are one unit.
+    Variants that change the same sites are not independent. These variants form a block and are resampled together, if
+    there are at least LEAST blocks, and no block has more than half of the variants. Otherwise, as in a library of few
+    sites, single variants are resampled. Replicates of a variant are one unit.
     """
     block_N = site_blocks(variants)
     if count_units(len(variants), block_N) >= LEAST and np.bincount(block_N + 1).max() <= len(variants) / 2:
@@ -431,7 +435,7 @@ def variant_spearman(
     fold_N: npt.NDArray[np.int64] | None = None,
 ) -> tuple[Interval, str]:
     """Compute Spearman's correlation within folds (`spearman_within`) with its interval. Also return the noun for the
-    units of the interval. By default all variants are in one fold.
+    units that are resampled, such as `position`. By default all variants are in one fold.
     """
     fold_N = np.zeros(len(variants), dtype=np.int64) if fold_N is None else fold_N
     block_N, unit = variant_units(variants)

@@ -1,4 +1,4 @@
-"""Masked-language-model training on unlabelled sequences, with the LM head of the language model."""
+"""Task `mlm`: masked-language-model training on unlabelled sequences, with the LM head of the language model."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -22,28 +22,28 @@ from esmshard.tasks.metrics import Row
 from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
 
 AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np.uint8)
-"""Tokens of the 20 standard amino acids, in the order of their letters."""
+"""The tokens of the 20 standard amino acids, in the order of `vocab.STANDARD`."""
 _IS_AMINO_ACID = np.isin(np.arange(256), AMINO_ACIDS)
 NEVER = -100.0
-"""The logit that the baseline of frequencies gives to tokens other than amino acids."""
+"""The logit that the baseline `amino-acid frequencies` gives to tokens other than the 20 amino acids."""
 
 
 def corrupt(
     tokens: npt.NDArray[np.uint8], share: float, key: str
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Choose the residues to predict, and mask or replace most of them.
+    """Choose random residues of a protein that the model has to predict, and mask or replace most of these residues.
 
     Of the chosen residues 80% become `<mask>`, 10% become a random one of the 20 standard amino acids, and 10% stay
     unchanged (Devlin et al. 2019, as in ESM). Only standard amino acids are chosen, since X stands for an unknown
     residue, and B, U, Z and O are too rare to learn.
 
-    The number of chosen residues is rounded up or down at random, so that its mean is exact. fairseq, with which ESM
-    was trained, does the same. At least one residue is chosen, so that a short peptide has a score.
+    The number of chosen residues is rounded up or down at random, so that the mean number is exact. fairseq, with which
+    ESM was trained, does the same. At least one residue is chosen, so that a short peptide has a score.
 
     Args:
         tokens: `<cls> ... <eos>`, uint8 [L + 2].
-        share: the share of the standard residues to choose.
-        key: the seed, a text.
+        share: the share of the standard amino acids in the protein to choose.
+        key: the random seed, as a text.
 
     Returns:
         The tokens for the model, and the indices of the chosen tokens, ascending, int64 [P].
@@ -65,7 +65,7 @@ def corrupt(
 
 
 class MlmSettings(TaskSettings):
-    """Masked-language-model training on unlabelled sequences, to adapt a model to a family (docs/tasks.md)."""
+    """Masked-language-model training on unlabelled sequences, such as those of a protein family (docs/tasks.md)."""
 
     name: Literal["mlm"]
 
@@ -78,12 +78,12 @@ class MlmSettings(TaskSettings):
     20 amino acids, and 10% stay unchanged."""
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Count logits, their log-softmax and its gradient at the predicted residues."""
+        """Return the size in bytes of three arrays at the predicted residues: logits, log-softmax and its gradient."""
         return round(4 * 3 * n_logits * self.mask * tokens)
 
 
 class MlmTask(Task):
-    """Predict hidden residues from their neighbours."""
+    """Predicts the amino acids at masked or replaced residues. Outputs: logits over all tokens, [P, V]."""
 
     Settings = MlmSettings
     settings: MlmSettings
@@ -95,11 +95,11 @@ class MlmTask(Task):
     of_base = (BEFORE,)
 
     def head(self, config: ModelConfig) -> nn.Module:
-        """Return a head without parameters: the LM head is a part of the trunk and shares the token embedding."""
+        """Return a head without parameters, since the LM head is a part of the trunk."""
         return LanguageModelHead()
 
     def inputs(self, example: Example) -> Inputs:
-        """Choose and mask residues (see `corrupt`). The target is the true tokens of the chosen residues, int64 [P].
+        """Choose and mask residues (see `corrupt`). The target contains the true tokens of these residues, int64 [P].
 
         Each epoch chooses other residues. An evaluation always chooses the same residues, for any seed of the recipe.
         """
@@ -112,7 +112,7 @@ class MlmTask(Task):
         return Inputs(example.tokens, np.empty(0, np.int64), places_P, tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Sum the cross-entropy over the 33 tokens for the chosen residues, and count these residues."""
+        """Return the sum of the cross-entropy of all chosen residues, and the number of these residues."""
         logits_PV = torch.cat(list(outputs))
         target_P = on_device_of(torch.cat(list(targets)), logits_PV)
         count = torch.full((), float(len(target_P)), device=logits_PV.device)
@@ -124,7 +124,7 @@ class MlmTask(Task):
         return {**_metrics(**sums), **sums}
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Compute metrics over the chosen residues of all records. Perplexity is e to the power of their mean loss."""
+        """Compute the metrics over the chosen residues of all records. Perplexity is exp(mean loss of a residue)."""
         sums_N3 = np.array([[row[key] for key in ("nll", "masked", "correct")] for row in rows], dtype=np.float64)
         return _metrics(*sums_N3.sum(0).tolist())
 
@@ -136,7 +136,7 @@ class MlmTask(Task):
         return np.asarray(softmax(output[:, AMINO_ACIDS].astype(np.float64), axis=1), dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Compute log frequencies of the amino acids in the training records. One is added to each count."""
+        """Compute the logarithms of the frequencies of the 20 amino acids in training. Each count is increased by 1."""
         tokens = np.concatenate([example.tokens for example in train])
         counts = np.bincount(tokens, minlength=VOCAB_SIZE)[AMINO_ACIDS] + 1
         logits_V = np.full(VOCAB_SIZE, NEVER, np.float32)
@@ -146,8 +146,8 @@ class MlmTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """`amino-acid frequencies` has the same logits for every residue. `before fine-tuning` is the model before the
-        first step, on the same masked sequences.
+        """Return the outputs of two baselines. `amino-acid frequencies` has the same logits for every residue. `before
+        fine-tuning` is the model before the first training step, with the same masked sequences as input.
         """
         inputs = [self.inputs(example) for example in examples]
         outputs: Outputs = {

@@ -1,4 +1,4 @@
-"""Labels of pairs of proteins, such as whether or how strongly they bind: numbers, one class, or several labels."""
+"""Task `pair`: labels of pairs of proteins, such as how strongly two proteins bind. Labels are numbers or classes."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -23,9 +23,9 @@ from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
 from esmshard.vocab import chain_spans
 
 SINGLE, MEMORY = "single sequences", "labels of each sequence"
-"""Names of baselines that use each sequence alone. They ignore which two sequences form a pair."""
+"""The names of two baselines that use each sequence alone and ignore which two sequences form a pair."""
 TRAINED_CHAINS = f"{MEMORY}.key"
-"""The name of a baseline array: the sorted hashes of all sequences in training pairs."""
+"""The name of the saved array with the sorted hashes of all sequences in training pairs."""
 MOST_PAIRS = 1_000_000
 """The maximum number of training pairs whose sequence hashes are saved with the model."""
 
@@ -34,21 +34,21 @@ _Vectors = TypeVar("_Vectors", torch.Tensor, npt.NDArray[np.floating])
 
 @dataclass(frozen=True)
 class PairLabels(ProteinLabels):
-    """Labels of N pairs."""
+    """The labels of N pairs of proteins."""
 
     block_N: npt.NDArray[np.int64]
-    """The block of each pair, int64 [N]: the number of the sequence that is in more pairs than the other sequence."""
+    """The block of each pair, int64 [N]: the number of that sequence of the pair that occurs in more pairs."""
 
 
 class PairSettings(SequenceSettings):
-    """Numbers, a class or several classes for a pair of proteins. The order of the two does not matter."""
+    """Settings of the task for pairs of proteins. The order of the two proteins in a pair does not matter."""
 
     name: Literal["pair"]  # type: ignore[assignment]  # a task has one name
 
     pairs: ClassVar[bool] = True
 
     def suit(self, data: DataSettings) -> DataSettings:
-        """Refuse windows, and settings for joining chains: the model reads the two chains of a pair separately."""
+        """Refuse `data.long: window` and settings of `data.join`, since a model reads the two chains separately."""
         if data.join != JoinSettings():  # type: ignore[call-arg]  # all keys have defaults
             raise Clash("join", "joins the chains of a record, but the chains of a pair stay separate; remove it")
         if data.long == "window":
@@ -57,22 +57,22 @@ class PairSettings(SequenceSettings):
 
 
 class PairHead(SequenceHead):
-    """The head takes the mean over the residues of each chain, and applies LayerNorm. Sum, product and absolute
-    difference of both chains do not depend on their order. Dropout and one or two linear layers follow.
+    """A head that takes the mean over the residues of each chain, and applies LayerNorm. The sum, product and absolute
+    difference of both chains do not depend on the order of the chains. Dropout and one or two linear layers follow.
     """
 
     parts = 3
 
     def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Convert the means of 2N chains to one vector for each pair, [N, 3D]. The chains of a pair are neighbours."""
+        """Convert the means of 2N chains [2N, D] to N vectors [N, 3D]. Chains 2n and 2n + 1 are the n-th pair."""
         normed_SD = super().combined(x_SD)
         return torch.cat(_symmetric(normed_SD[0::2], normed_SD[1::2]), -1)
 
 
 class PairTask(SequenceTask):
-    """The numbers, class or labels of two proteins. Outputs and facts are as in `SequenceTask`.
+    """Predicts numbers, a class or several classes of a pair of proteins. Outputs and facts are as in `SequenceTask`.
 
-    A record is two chains, `A:B`. The model reads each chain as a sequence of its own, and the head combines them.
+    A record has two chains, `A:B`. The model reads each chain as a sequence of its own, and the head combines both.
     """
 
     Settings = PairSettings
@@ -100,7 +100,7 @@ class PairTask(SequenceTask):
         return self._chains(example, super().question(example).target)
 
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.float64]:
-        """Return the mean representation of each chain, [2, D]. It is cached, since a protein may be in many pairs."""
+        """Return the mean representation of each chain, [2, D]. Means are cached, as a protein may be in many pairs."""
         kept = base.remembered["chains"]
         for chain in (chains := chains_of(example)):
             if (name := _digest(chain)) not in kept:
@@ -108,7 +108,7 @@ class PairTask(SequenceTask):
         return np.concatenate([kept[_digest(chain)] for chain in chains])
 
     def features(self, name: str, example: Example, base: FineTuner | None) -> npt.NDArray[np.floating]:
-        """Return the features of both chains, combined as in `PairHead`. For baseline `SINGLE`, return their sum."""
+        """Return the features of both chains, combined as in `PairHead`, or added up for the baseline SINGLE."""
         if name in self.of_base:
             assert base is not None
             both_2F: npt.NDArray[np.floating] = self.represented(example, base)
@@ -122,7 +122,7 @@ class PairTask(SequenceTask):
         return data.blocks(), "sequence"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return the group of each pair (`leakage.CLASSES`): how many of its two sequences are in training pairs."""
+        """Return a name from `leakage.CLASSES` for each pair: how many of its sequences are in training pairs."""
         if (trained := known.get(TRAINED_CHAINS)) is None:
             return []
         whole = map(data.whole, range(len(data)))
@@ -135,7 +135,9 @@ class PairTask(SequenceTask):
                 self.represented(train[n], base)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit linear models to every `_step`-th pair, and compute the mean label of each training sequence's pairs."""
+        """Fit linear models to a part of the training pairs (see `_step`). Also compute the mean label of all training
+        pairs in which each sequence occurs.
+        """
         models = super().baselines(train[:: _step(train)], base)
         prior_O = self._averaged(self.prior())
         sums: dict[np.uint64, npt.NDArray[np.float64]] = {}
@@ -144,7 +146,7 @@ class PairTask(SequenceTask):
             share_O = np.eye(len(prior_O))[target] if self.settings.kind == "class" else target
             known_O = ~np.isnan(share_O)
             for chain_key in _keys(example):
-                # The mean label of a sequence includes one more pair, whose label is the prior.
+                # The mean label of a sequence includes one additional pair, whose label is the mean of all labels.
                 sum_2O = sums.setdefault(chain_key, np.stack([prior_O, np.ones(len(prior_O))]))
                 sum_2O += np.where(known_O, [np.nan_to_num(share_O), known_O], 0)
         keys = sorted(sums)
@@ -154,8 +156,8 @@ class PairTask(SequenceTask):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Return outputs of the baselines of `SequenceTask`, and of two more. `SINGLE` is a linear model of the sum of
-        both frozen embeddings. `MEMORY` is the average of two mean labels: one for each sequence's training pairs.
+        """Return outputs of the baselines of `SequenceTask`, and of two more. SINGLE is a linear model of the sum of
+        both frozen embeddings. MEMORY is the average of the mean training labels of both sequences.
         """
         outputs = super().baseline_outputs(examples, known, base)
         if TRAINED_CHAINS in known:
@@ -179,17 +181,17 @@ class PairTask(SequenceTask):
         )
 
     def _averaged(self, output_O: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
-        """Convert logits to probabilities, which can be averaged. Numbers stay unchanged."""
+        """Convert logits to probabilities, which can be averaged. For kind `number`, return the numbers unchanged."""
         return (output_O if self.settings.kind == "number" else self.probabilities(output_O)).astype(np.float64)
 
 
 def _step(train: Sequence[Example]) -> int:
-    """Return the step between the training pairs to which the linear models are fitted."""
+    """Return the step n: linear models are fitted to every n-th training pair."""
     return -(-len(train) // SequenceTask.baseline_records)
 
 
 def chains_of(example: Example) -> tuple[Example, Example]:
-    """Return the two chains of a record, each as `<cls> ... <eos>` with its part of the tracks.
+    """Return the two chains of a record as examples, each with tokens `<cls> ... <eos>` and its part of the tracks.
 
     Raises:
         InputError: the record has one chain, or more than two.
@@ -207,7 +209,7 @@ def chains_of(example: Example) -> tuple[Example, Example]:
 
 
 def _symmetric(a: _Vectors, b: _Vectors) -> tuple[_Vectors, _Vectors, _Vectors]:
-    """Return sum, product and absolute difference. Exchanging `a` and `b` gives exactly the same bits."""
+    """Return the sum, product and absolute difference of `a` and `b`, which are exactly the same for `b` and `a`."""
     return a + b, a * b, abs(a - b)
 
 
@@ -216,7 +218,7 @@ def _keys(example: Example) -> list[np.uint64]:
 
 
 def _digest(chain: Example) -> str:
-    """Return a hash of the tokens and tracks of a chain."""
+    """Return a hash of the tokens and tracks of a chain, as a text of hexadecimal digits."""
     digest = hashlib.sha256(chain.tokens.tobytes())
     for name, values in chain.tracks.items():
         digest.update(name.encode() + values.tobytes())

@@ -26,28 +26,28 @@ TASKS = {
     "sequence": "esmshard.tasks.sequence:SequenceTask",
     "variant": "esmshard.tasks.variants:VariantTask",
 }
-"""The tasks of this package, by their names in recipes."""
+"""The class of each task of this package as `module:Class`, by the name of the task in recipes."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """All registered tasks: those that can be used, and the reasons why others cannot be used."""
+    """All registered tasks: the tasks that can be used, and the reason why each other task cannot be used."""
 
     tasks: "Mapping[str, type[Task]]"
     unusable: Mapping[str, str]
-    """For each task that cannot be used, a sentence with the reason."""
+    """For the name of each task that cannot be used, a sentence with the reason."""
 
     @property
     def settings(self) -> "Mapping[str, type[TaskSettings]]":
-        """The settings of the tasks that can be used."""
+        """The settings class of each task that can be used, by the name of the task."""
         return {name: task.Settings for name, task in self.tasks.items()}
 
 
 @cache
 def registered() -> Registered:
-    """Import every registered task: first the tasks of this package, then the tasks of other packages by name.
+    """Import every registered task: first the tasks of this package, then the tasks of other packages, sorted by name.
 
-    If a task of another package cannot be used, there is an error only when a recipe or a model names the task.
+    If a task of another package cannot be used, an error is raised only when a recipe or a model names the task.
     """
     tasks: dict[str, type[Task]] = {name: _load(name, value) for name, value in TASKS.items()}
     unusable: dict[str, str] = {}
@@ -71,14 +71,14 @@ def registered() -> Registered:
 
 
 def traits(name: object) -> "type[TaskSettings]":
-    """Return the settings class of a task that a file names. For an unknown name, return the base class."""
+    """Return the settings class of the task `name`. For an unknown name, return the base class `TaskSettings`."""
     from esmshard.recipe.sections import TaskSettings
 
     return registered().settings.get(str(name), TaskSettings)
 
 
 def settings_of(section: Any) -> "TaskSettings":
-    """Read the task section of a saved recipe into settings.
+    """Convert the task section of a saved recipe to settings of the class that the task has.
 
     Raises:
         InputError: no installed package has the task, or the task cannot be used.
@@ -97,7 +97,9 @@ def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
 
 
 def _load(name: str, place: str) -> Any:
-    """Import the class at `place`, such as `module:Class`. `TypeError` if its settings do not fit a task `name`."""
+    """Import the task class at `place`, such as `module:Class`. Raises `TypeError` if its `Settings` is no subclass of
+    `TaskSettings`, or does not declare `name` as the task's name.
+    """
     from esmshard.recipe.sections import TaskSettings
 
     module, _, attribute = place.partition(":")

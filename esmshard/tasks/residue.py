@@ -1,4 +1,4 @@
-"""Labels of residues: a class or a number for each residue. Some residues may have no label."""
+"""Task `residue`: a class or a number for each residue of a protein. Some residues may have no label."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,15 +34,15 @@ from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues
 
 WINDOW = 7
-"""The one-hot baseline reads this many residues on either side of a residue."""
+"""The number of residues on either side of a residue that the baseline `one-hot window` reads."""
 KERNEL = 7
-"""The width of the head's convolution in residues."""
+"""The number of neighbouring residues that the convolution of the head covers."""
 _CODE = np.full(256, -1, dtype=np.int64)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(20)
 
 
 class ResidueSettings(LabelSettings):
-    """A class or a number for each residue."""
+    """Settings of the task for residues. Each residue has a class, a number or no label."""
 
     name: Literal["residue"]
 
@@ -77,16 +77,15 @@ class ResidueSettings(LabelSettings):
         return classes
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Count the hidden layer before and after gelu, the same layer with all records concatenated, and the class
-        probabilities.
+        """Return the size in bytes of the hidden layer before and after gelu, of the same layer with all records
+        concatenated, and of the class probabilities.
         """
         return 4 * tokens * (3 * self.hidden + 2 * OUTPUTS)
 
 
 class ResidueHead(LabelHead):
-    """LayerNorm, dropout, and a linear layer for each residue. A convolution over 7 residues may come before it.
-
-    Each record is convolved alone, with zeros beyond its ends.
+    """A head of LayerNorm, dropout, and a linear layer for each residue. Before the linear layer there may be a
+    convolution over 7 residues. Each record is convolved alone, with zeros beyond both ends of the record.
     """
 
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
@@ -96,7 +95,7 @@ class ResidueHead(LabelHead):
         return nn.Conv1d(inputs, hidden, KERNEL, padding=KERNEL // 2)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """Return the outputs of each record, [L, O]."""
+        """Return a list with the outputs of each record, [L, O]: O numbers for each of L residues."""
         draw_T = of_tokens(batch)
         x_TD = self.dropout(self.norm(x_TD), draw_T)
         if self.hidden is None:
@@ -107,9 +106,9 @@ class ResidueHead(LabelHead):
 
 
 class ResidueTask(LabelTask):
-    """A class or a number for each residue. Outputs: logits [L, C], or standardised numbers [L, 1].
+    """Predicts a class or a number for each residue. Outputs: logits [L, C], or standardised numbers [L, 1].
 
-    The name of a class is its letters.
+    The name of a class consists of the letters that labels of this class have.
     """
 
     Settings = ResidueSettings
@@ -120,13 +119,13 @@ class ResidueTask(LabelTask):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The letters of each class; empty before the classes are known. For a number the name is `value`."""
+        """The letters of each class; empty if the classes are not yet known. For kind `number` the name is `value`."""
         return ("value",) if self.settings.kind == "number" else super().names or self.settings.classes or ()
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the table. The first metric is accuracy over residues, such as Q3 for three classes. For two
-        classes it is MCC, since one class is often rare. For numbers it is Spearman over residues.
+        """The metrics of the final table. The first is the accuracy over residues, such as Q3 for three classes. For
+        two classes the first is MCC, since one class is often rare. For numbers the first is Spearman over residues.
         """
         if self.settings.kind == "number":
             return ("Spearman", "Spearman per protein", "RMSE")
@@ -136,7 +135,7 @@ class ResidueTask(LabelTask):
         return (accuracy, f"{accuracy} per protein", "MCC", "macro-F1", "ECE", "log loss")
 
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ResidueLabels:
-        """Read labels from a table, a label FASTA, an `.npz` or the headers of the FASTA file; see `residue_labels`."""
+        """Read labels from a table, a label FASTA, an `.npz` file or the headers of `fasta`; see `residue_labels`."""
         source, target = label_source(fasta, data), data.target or (None,)
         if len(target) > 1:
             raise UsageError(f"data.target: residues have one label, not {len(target)}; name one")
@@ -154,16 +153,17 @@ class ResidueTask(LabelTask):
         )
 
     def target(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Return numbers [L, 1], or the class of each residue, int64 [L], -1 without a label."""
+        """Convert a record's label to numbers [L, 1], or to classes, int64 [L], with -1 for residues without label."""
         if self.settings.kind == "number":
             return label[:, None]
         class_of = np.repeat(np.arange(len(self.names)), [len(letters) for letters in self.names])
         return np.where(label >= 0, class_of[label], -1)
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
-        """Compute accuracy or Spearman of the protein, and counts for the metrics over all residues.
+        """Compute accuracy or Spearman of one protein, and counts for the metrics over all residues.
 
-        `profile` [2, L] holds true and predicted classes, or numbers in the unit of the labels. NaN is no label.
+        The key `profile` [2, L] holds true and predicted classes, or true and predicted numbers in the unit of the
+        labels. For residues without a label it holds NaN.
         """
         known_L = ~np.isnan(target[:, 0]) if self.settings.kind == "number" else target >= 0
         row_of = self._number_row if self.settings.kind == "number" else self._class_row
@@ -184,7 +184,7 @@ class ResidueTask(LabelTask):
         return row, (target_M, predicted_M)
 
     def _number_row(self, output_M1: npt.NDArray[np.float32], target_M1: npt.NDArray[np.float32]) -> tuple[Row, Any]:
-        # Ranks use the raw outputs, since outputs of a new head may become equal in fp32 in the unit of the labels.
+        # Ranks use the raw outputs. Different outputs of a new head may become equal in fp32 in the unit of the labels.
         output_M, target_M = output_M1[:, 0], target_M1[:, 0]
         truth, predicted = (self.predict(x_M1).astype(np.float64) for x_M1 in (target_M1, output_M1))
         square = ((predicted - truth) ** 2).sum()
@@ -225,7 +225,7 @@ class ResidueTask(LabelTask):
             return self.represented(example, base)
         codes_L = np.pad(_CODE[example.tokens[1:-1]], WINDOW, constant_values=20)
         codes_LW = np.lib.stride_tricks.sliding_window_view(codes_L, 2 * WINDOW + 1)
-        # 20 columns for the amino acids, and one for places beyond the ends. Other letters have zeros.
+        # There are 20 columns for the amino acids, and one for positions beyond the ends. Other letters have zeros.
         return np.asarray((codes_LW[:, :, None] == np.arange(21)).reshape(len(codes_LW), -1), dtype=np.float32)
 
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.float32]:

@@ -1,4 +1,4 @@
-"""Labels of whole proteins: one or several numbers (some may be missing), one class, or several labels."""
+"""Task `sequence`: labels of whole proteins, which are one or several numbers, one class, or several classes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,12 +27,12 @@ from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues, is_residue
 
 MOST_SHOWN = 32
-"""With more classes than this, a record's row has no confusion matrix."""
+"""The maximum number of classes for which the row of a record has a confusion matrix."""
 _AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
 
 
 class SequenceSettings(LabelSettings):
-    """Settings of the task for whole proteins, which have numbers, a class or several classes."""
+    """Settings of the task for whole proteins. Each protein has numbers, a class or several classes."""
 
     name: Literal["sequence"]
 
@@ -55,18 +55,18 @@ class SequenceSettings(LabelSettings):
 
 
 class SequenceHead(LabelHead):
-    """The head takes the mean over residues, without `<cls>`, `<eos>` and linkers between chains. LayerNorm, dropout,
-    and one or two linear layers follow. ESM-2 was not trained to summarise a protein in `<cls>`.
+    """A head that takes the mean over the residues of a protein, without `<cls>`, `<eos>` and linkers between chains.
+    LayerNorm, dropout, and one or two linear layers follow. ESM-2 was not trained to summarise a protein in `<cls>`.
     """
 
     parts: ClassVar[int] = 1
-    """How many vectors of the model's width `combined` concatenates for a record."""
+    """The number of vectors that `combined` joins for one record. Each vector has the width of the model."""
 
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
         super().__init__(dim, self.parts * dim, hidden, outputs, dropout)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """Return the outputs of each record, [T] or [C]."""
+        """Return a list with the outputs of each record: T numbers [T], or the logits of C classes [C]."""
         h_NF = self.dropout(self.combined(torch.stack(batch.means(x_TD))), batch.draw_N)
         if self.hidden is not None:
             h_NF = self.hidden_dropout(F.gelu(self.hidden(h_NF)), batch.draw_N)
@@ -74,7 +74,7 @@ class SequenceHead(LabelHead):
 
 
 class SequenceTask(LabelTask):
-    """A protein's numbers, class or labels. Outputs: standardised numbers [T], or logits [C]."""
+    """Predicts numbers, a class or several classes of a protein. Outputs: standardised numbers [T], or logits [C]."""
 
     Settings: ClassVar[type[SequenceSettings]] = SequenceSettings
     settings: SequenceSettings
@@ -83,8 +83,8 @@ class SequenceTask(LabelTask):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the table. For numbers the first metric is Spearman (the mean over targets). For classes it is
-        MCC, which is 0 if the most frequent class is always predicted. For several labels it is Fmax.
+        """The metrics of the final table. For numbers the first metric is Spearman (the mean over targets). For kind
+        `class` it is MCC, which is 0 if the most frequent class is always predicted. For `multilabel` it is Fmax.
         """
         if self.settings.kind == "multilabel":
             return ("Fmax", "AUPRC", "macro-F1", "ECE", "log loss")
@@ -174,9 +174,10 @@ class SequenceTask(LabelTask):
 
 def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
     """Renumber the classes of the labels by `known`, the classes of the training split. For the training split itself,
-    `known` is empty, and the classes are those that its records have.
+    `known` is empty, and the classes of its records are used.
 
-    The table may have further classes, of proteins outside the splits. `InputError` if a record has such a class.
+    The table may have further classes, of proteins outside the splits. Raises `InputError` if a record has a class that
+    is not in `known`.
     """
     labelled = np.flatnonzero(labels.labelled_N)
     if labels.kind == "multilabel":
@@ -193,7 +194,7 @@ def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore,
                 "record has; fix the label, or leave the record out"
             )
     place = {name: number for number, name in enumerate(names)}
-    number_of = np.array([place.get(name, -1) for name in labels.names])  # -1 for classes that no record has
+    number_of = np.array([place.get(name, -1) for name in labels.names])  # -1 for a class that no record has
     if labels.kind == "multilabel":
         ones = labels.values.tocoo()
         known_E = number_of[ones.col] >= 0

@@ -1,4 +1,4 @@
-"""Measured values of variants of one protein, each with one or several substitutions."""
+"""Task `variant`: measured values of variants of one protein. Each variant has one or several substitutions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,26 +38,27 @@ from esmshard.vocab import RESIDUES, STANDARD, VOCAB_SIZE, decode, encode
 Pool = Literal["wild_type", "sites", "difference", "mean"]
 
 KNOTS = 200
-"""The number of (value, normal score) pairs that a rank scale stores. It interpolates between them."""
+"""The maximum number of pairs (value, normal score) that a rank scale stores. Values between them are interpolated."""
 FAR = 1000.0
-"""How many deviations a rank scale extends beyond the training values."""
+"""How many standard deviations a rank scale extends beyond the lowest and the highest training value."""
 THRESHOLDS, SHARPNESS = 15, 2.0
 """Two numbers of the ranking loss: how many quantiles divide the training values, and the slope of the logistic
-function at each quantile, for normal scores."""
+function at each quantile. The training values are normal scores."""
 ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
-"""The names of the baselines."""
+"""The names of the four baselines of this task in reports."""
 SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedding": FROZEN}
-"""The name of each baseline by its short name, which `--with` takes."""
+"""The full name of each baseline, by the short name that the command-line option `--with` takes."""
 LIGHT = 10.0
-"""The factor by which the augmented baseline scales the zero-shot score. The ridge penalty then hardly affects the
+"""The factor by which the baseline AUGMENTED scales the zero-shot score. The ridge penalty then hardly affects the
 score, as in Hsu et al. 2022."""
 AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
 """The tokens of the 20 amino acids."""
 PACKED, LONG = 4096, 64
-"""The maximum number of tokens in one pass, and the minimum number of variants for a progress bar."""
+"""The maximum number of tokens in one forward pass, and the minimum number of variants for which a progress bar is
+shown."""
 ZERO_SHOT = 0.1
 """The weight of the zero-shot score in a new head, in standard deviations of the target for each unit of the score. The
-scores of single substitutions have a deviation of 2 to 4, so a new head ranks variants as the language model does."""
+standard deviation of the score is 2 to 4 for single substitutions, so a new head ranks variants nearly by the score."""
 DEFAULTS: dict[str, Any] = {
     "table": None,
     "wild_type": None,
@@ -75,7 +76,7 @@ DEFAULTS: dict[str, Any] = {
 
 
 class VariantSettings(TaskSettings):
-    """Measured values of variants of one protein with one or several substitutions (docs/variants.md)."""
+    """Settings of the task for variants of one protein, with one or several substitutions each (docs/variants.md)."""
 
     name: Literal["variant"]
 
@@ -87,14 +88,14 @@ class VariantSettings(TaskSettings):
     """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and the old and new
     amino acids. One forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference
     between the representations of variant and wild type at this residue, which takes a forward pass for each variant.
-    `difference`: only this difference. `mean`: the mean representation over all residues of the variant."""
+    `difference`: only the difference. `mean`: the mean representation over all residues of the variant."""
     zero_shot: bool = True
     """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of
     log p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also
     read all 20 probabilities at these residues. This needs a model with a trained LM head."""
     loss: Literal["mse", "huber", "ranking"] = "mse"
-    """With `huber`, errors above one standard deviation count linearly. `ranking` uses only the order of the measured
-    values."""
+    """The loss of the measured values. `mse` is the squared error. With `huber`, errors above one standard deviation
+    count linearly. `ranking` uses only the order of the values."""
     hidden: int = Field(64, ge=0, le=8192)
     """The width of the head's hidden layer. 0 makes a linear head."""
     dropout: float = Field(0.1, ge=0, lt=1)
@@ -134,26 +135,27 @@ class VariantSettings(TaskSettings):
 
 @dataclass(frozen=True)
 class Scale:
-    """A scale for values of a target. Kinds `none` and `log` scale the training values, or their logarithms, to mean 0
-    and deviation 1. Kind `rank` maps ranks to normal scores, and continues as a straight line beyond these values.
+    """A conversion between values of a target and standardised numbers. Kind `none` scales the training values to mean
+    0 and standard deviation 1, and kind `log` scales their logarithms. Kind `rank` maps ranks of training values to
+    normal scores. Beyond the training values it continues as a straight line.
     """
 
     kind: str
     mean: float
     deviation: float
     values: tuple[float, ...] = ()
-    """For `rank`: at most KNOTS training values in ascending order, and at each end one value FAR beyond them."""
+    """For kind `rank`: at most KNOTS training values in ascending order, and a far value before and after them."""
     scores: tuple[float, ...] = ()
-    """The normal scores of these values."""
+    """For kind `rank`: the normal scores of the field `values`."""
 
     def to(self, value: float) -> float:
-        """Convert from the unit of the table; NaN stays NaN."""
+        """Convert a value in the unit of the table to a standardised number. NaN stays NaN."""
         if self.kind == "rank":
             return float(np.interp(value, self.values, self.scores))
         return (float(np.log(value) if self.kind == "log" else value) - self.mean) / self.deviation
 
     def back(self, score: float) -> float:
-        """Convert into the unit of the table."""
+        """Convert a standardised number to a value in the unit of the table."""
         if self.kind == "rank":
             return float(np.interp(score, self.scores, self.values))
         value = float(score) * self.deviation + self.mean
@@ -161,7 +163,7 @@ class Scale:
 
 
 def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
-    """Fit a scale to training values without NaN. At least two of them must differ.
+    """Fit a `Scale` to training values without NaN. At least two training values must differ.
 
     >>> fit_scale(np.array([1.0, 3.0]), "none").to(5.0)
     3.0
@@ -181,21 +183,21 @@ def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
 
 
 class VariantHead(LabelHead):
-    """A head that computes a vector for each changed residue, applies a hidden layer, sums over the changes of a
-    variant, and applies the last layer. For the wild type, which has no changes, the sum is zero.
+    """A head that computes a vector for each changed residue, applies a hidden layer to each vector, sums over the
+    changes of a variant, and applies the last layer. For the wild type, which has no changes, the sum is zero.
 
     With pool `wild_type` the vector of a change does not depend on other changes of the variant, so the effects of the
-    changes add up. The vector depends on `pool`:
+    changes add up. The vector depends on the argument `pool`:
 
     - `wild_type`: LayerNorm of the wild type's representation at the site; old and new letter; and with `zero_shot` the
-      probabilities of the 20 amino acids at the site.
-    - `sites`: the difference of the variant's and the wild type's representations at the site, and all parts of
+      log probabilities of the 20 amino acids at the site.
+    - `sites`: the difference of the variant's and the wild type's representations at the site, and the vector of pool
       `wild_type`.
-    - `difference`: only this difference.
-    - `mean`: one vector for the variant instead, the mean over all its residues.
+    - `difference`: only the difference of the representations.
+    - `mean`: one vector for the variant instead, the mean representation over all residues of the variant.
 
     `zero_shot` also adds the language model's score of the changes, from the wild type's logits. `sign_T` is 1 for each
-    target, or -1 if lower is better.
+    target, or -1 if lower values of the target are better.
     """
 
     def __init__(
@@ -219,7 +221,7 @@ class VariantHead(LabelHead):
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Return the outputs of each variant, [T]."""
+        """Return a list with the T outputs of each variant, [T]."""
         draw_M = batch.draw_N if self.pool == "mean" else of_changes(batch)
         h_NF = self.features(self.norm(x_TD), batch, logits_MV, partial(self._hidden, draw_M=draw_M))
         out_NT = self.out(self.hidden_dropout(h_NF, batch.draw_N))
@@ -238,7 +240,7 @@ class VariantHead(LabelHead):
         logits_MV: torch.Tensor | None,
         each: Callable[[torch.Tensor], torch.Tensor] = lambda x_MF: x_MF,
     ) -> torch.Tensor:
-        """Return the features of each variant, [N, F]. `each` is applied to the vectors of changes before their sum."""
+        """Return F features of each of N variants, [N, F]. The function `each` is applied to vectors before the sum."""
         if self.pool == "mean":
             residues = batch.residues(x_TD)[: batch.n_records]
             return each(torch.stack([x_LD.mean(0) for x_LD in residues]))
@@ -256,16 +258,16 @@ class VariantHead(LabelHead):
 
 
 def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Sum log p(mutant) - log p(wild type) over the changes of each variant, float32 [N]: wild-type marginals.
+    """Return the wild-type marginals of N variants, float32 [N]: log p(mutant) - log p(wild type), summed over changes.
 
-    Changes from or to a letter other than the 20 amino acids do not count, since models give these hardly any
+    Changes from or to a letter other than the 20 amino acids do not count, since models give these letters hardly any
     probability.
     """
     assert batch.changes_4M is not None
     record_M, letter_M, _, wild_M = batch.changes_4M
     both_M2 = torch.stack([letter_M, batch.tokens_T[wild_M]], 1)
     mutant, wild = logits_MV.float().gather(1, both_M2).unbind(1)  # the softmax has the same divisor in both
-    # The tokens of the 20 follow each other.
+    # The tokens of the 20 amino acids are successive numbers.
     known_M = ((both_M2 >= min(AMINO_ACIDS)) & (both_M2 <= max(AMINO_ACIDS))).all(1)
     return mutant.new_zeros(batch.n_records).index_add(0, record_M, (mutant - wild) * known_M)
 
@@ -277,9 +279,9 @@ def frozen(
     pool: Pool,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Compute `VariantHead.features` of a new head for pool `sites` or `mean`, without LayerNorm and probabilities,
-    float32 [N, F]. The results are cached in `base.remembered`, by pool and tokens. `variants` are tokens
-    `<cls> ... <eos>`. The wild type and all variants have the same `tracks`.
+    """Compute the features of N variants with the frozen model, float32 [N, F]: the result of `VariantHead.features`
+    for pool `sites` or `mean`, without LayerNorm and probabilities. The features are cached in `base.remembered`, by
+    pool and tokens. `variants` are tokens `<cls> ... <eos>`. The wild type and all variants have the same `tracks`.
     """
     known, alone = base.remembered[pool], base.trunk.shared_on is None
     names = [variant.tobytes() for variant in variants]
@@ -305,11 +307,11 @@ def frozen(
 
 
 class VariantTask(Task):
-    """Values of variants. Outputs: standardised numbers [T].
+    """Predicts measured values of variants. Outputs: T standardised numbers, one for each target [T].
 
     Facts: `targets` (names), `lower_is_better` (names of targets), `scales` (arguments of `Scale`) and `protein` (the
     wild type). `first` and `length` describe the part of the protein that the model reads, and `tracks`, if any, belong
-    to this part. `offset` was added to the positions of the table.
+    to this part. `offset` is the number that was added to the positions of the table.
     """
 
     Settings = VariantSettings
@@ -372,7 +374,7 @@ class VariantTask(Task):
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the variant with the wild type. The target is [2, T]: the standardised and the measured values."""
+        """Return the variant and the wild type as input. The target [2, T] holds standardised and measured values."""
         y_T = example.labels["target"].astype(np.float64)
         scaled = [scale.to(y) for scale, y in zip(self._scales, y_T, strict=True)]
         return self._with_wild_type(example, np.array([scaled, y_T], dtype=np.float32))
@@ -418,7 +420,8 @@ class VariantTask(Task):
     ) -> dict[str, npt.NDArray[Any]]:
         """Fit ridge regressions, and compute the base model's probabilities at every residue of the wild type.
 
-        `only` is the name of the only baseline to fit. By default all are fitted. ONE_HOT does not need `base`.
+        `only` is the name of the only baseline to fit. By default all baselines are fitted. If `base` is None, only the
+        baseline ONE_HOT is fitted.
         """
         wanted = set(SHORT.values()) if only is None else {only}
         scaled_NT = np.stack([self.inputs(example).target[0] for example in train])
@@ -450,8 +453,8 @@ class VariantTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Return the outputs of the fitted baselines. The zero-shot score is standardised over the training variants,
-        and has the opposite sign if lower is better.
+        """Return the outputs of the fitted baselines for each variant. The zero-shot score is standardised over the
+        training variants. For a target of which lower values are better, the score has the opposite sign.
         """
         outputs: Outputs = {}
         score_N = np.full(len(examples), np.nan)
@@ -470,7 +473,7 @@ class VariantTask(Task):
         return outputs
 
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Group variants that change the same sites, or return single variants; see `metrics.variant_units`."""
+        """Return the unit of each variant for the bootstrap: its sites or the variant; see `metrics.variant_units`."""
         return metrics.variant_units([parse_variant(data.id(n)) for n in range(len(data))])
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
@@ -479,7 +482,7 @@ class VariantTask(Task):
 
     @torch.no_grad()
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit ridge regression to the zero-shot score and the inputs that the last layer gets from the frozen model."""
+        """Fit ridge regression to the zero-shot score and to the inputs of the last layer, from the frozen model."""
         assert isinstance(head, VariantHead)
         inputs, x = [self.inputs(example) for example in train], list[npt.NDArray[np.float32]]()
         width, each = head.out.in_features, max(1, PACKED // len(self._tokens))
@@ -496,21 +499,23 @@ class VariantTask(Task):
             head.zero_shot.copy_(torch.from_numpy(model[:, width]))
 
     def _zero_shot(self, example: Example, log_p_LA: npt.NDArray[np.float32]) -> float:
-        """Sum log p(mutant) - log p(wild type) over the changes between two of the 20 amino acids."""
+        """Return the sum of log p(mutant) - log p(wild type) over the changes between two of the 20 amino acids."""
         mutant, wild = decode(example.tokens[1:-1]), self.wild_type
         changed = (np.flatnonzero(example.tokens != self._tokens) - 1).tolist()
         sites = [s for s in changed if mutant[s] in STANDARD and wild[s] in STANDARD]
         return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
 
     def _frozen(self, examples: Sequence[Example], base: FineTuner) -> npt.NDArray[np.float32]:
-        """Return the result of `frozen` for the variants, [N, F], with pool `mean` if it is set, else `sites`."""
+        """Return the features of N variants from the function `frozen`, [N, F]. The pool is `mean` if the settings have
+        this pool, otherwise `sites`.
+        """
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
         tokens, tracks = [example.tokens for example in examples], examples[0].tracks or self._tracks
         return frozen(base, self._tokens, tokens, pool, tracks)
 
 
 def _as_json(values: npt.NDArray[Any]) -> dict[str, Any]:
-    """Convert a track to JSON values, with null for NaN. Numpy reads null as NaN."""
+    """Convert the values of a track to JSON, with null for NaN. NumPy converts null to NaN when the JSON is read."""
     nullable = values.astype(object)
     if values.dtype.kind == "f":
         nullable[np.isnan(values)] = None
@@ -518,27 +523,27 @@ def _as_json(values: npt.NDArray[Any]) -> dict[str, Any]:
 
 
 def _varied_letters(tokens_NL: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
-    """Return all pairs (place, token) at the places where the variants differ, [F, 2]."""
+    """Return all F pairs (index, token) that occur at the indices where the variants differ, int64 [F, 2]."""
     places = np.flatnonzero((tokens_NL != tokens_NL[0]).any(0))
     pairs = [(place, token) for place in places.tolist() for token in np.unique(tokens_NL[:, place]).tolist()]
     return np.array(pairs, dtype=np.int64).reshape(-1, 2)
 
 
 def _one_hot(tokens_L: npt.NDArray[np.uint8], letters_F2: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """Return 1 for each pair (place, token) that the variant has, otherwise 0, float32 [F]."""
+    """Return 1 for each of F pairs (index, token) that a variant has, and 0 for the others, float32 [F]."""
     return np.asarray(tokens_L[letters_F2[:, 0]] == letters_F2[:, 1], dtype=np.float32)
 
 
 def _ordinal(output_NT: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
-    """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]. For each of THRESHOLDS
-    quantiles, a logistic loss asks whether a value is above or below the quantile.
+    """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]. It is the mean of the
+    logistic losses of predicting whether a value is above each of THRESHOLDS quantiles.
 
-    The loss depends only on the order of the values, like losses over pairs (Bradley-Terry, RankNet). Losses over pairs
-    would also depend on which records share a micro-batch, and so on the number of processes.
+    The loss depends only on the order of the values, as losses over pairs of records do (Bradley-Terry, RankNet).
+    Losses over pairs would also depend on which records share a micro-batch, and so on the number of processes.
 
     Args:
-        output_NT: predicted normal scores.
-        target_NT: normal scores of the ranks.
+        output_NT: predicted normal scores of N variants for T targets.
+        target_NT: normal scores of the ranks of the measured values.
     """
     shares = torch.arange(1, THRESHOLDS + 1, device=output_NT.device) / (THRESHOLDS + 1)
     at_K = torch.special.ndtri(shares.float())
