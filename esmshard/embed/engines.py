@@ -58,7 +58,7 @@ Progressed = Callable[[int, int], None]
 STDIN = Path("-")
 ROOM = "the finished parts are kept: make room, and run the command again"
 PART_FILE = f"parts/{'[0-9]' * 6}-{'[0-9a-f]' * 8}.safetensors"
-STORE = ["plan.json", "manifest.json", "failed.tsv", "index/*", PART_FILE]
+PARTS_FILES = ["plan.json", "manifest.json", "failed.tsv", "index/*", PART_FILE]
 """The names of the files in a directory of parts, as patterns for the module `fnmatch`."""
 MOST_LOSSES = 3
 """How many times in a row processes may be killed without finishing a part."""
@@ -127,7 +127,7 @@ def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> No
 
 
 def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int, progressed: Progressed) -> None:
-    """Compute the missing parts in several processes of this machine. A new process replaces a killed process.
+    """Compute the missing parts in several processes of this machine. If a process is killed, all are started again.
 
     With the device `cuda` each process has its own GPU.
 
@@ -154,7 +154,7 @@ def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int
                     f"{work.directory}: processes were killed {losses} times before a part was finished, perhaps for "
                     "lack of memory; pass a smaller --nproc or --tokens, and run the command again"
                 ) from None
-            say("a process was killed, perhaps for lack of memory; a new process takes its place")
+            say("a process was killed, perhaps for lack of memory; all processes are started again")
         except BaseException:
             for child in children:
                 child.kill()
@@ -459,7 +459,7 @@ class _Job:
         replaced = plan and overwrite and plan.get("settings") != self.settings
         if bucket is not None:
             if replaced or (overwrite and "manifest.json" in names):
-                ours = [name for name in names if any(fnmatchcase(name, pattern) for pattern in STORE)]
+                ours = [name for name in names if any(fnmatchcase(name, pattern) for pattern in PARTS_FILES)]
                 bucket.remove(sorted(ours, key=lambda name: (name == "plan.json", name != "manifest.json")))
             return
         check_replaced(directory, ["*"], marker="plan.json")
@@ -469,9 +469,9 @@ class _Job:
             elif asked.out.exists() and not overwrite:
                 raise UsageError(f"{asked.out}: exists already; choose another name or pass --overwrite")
             else:
-                check_replaced(asked.out, STORE, marker="manifest.json")
+                check_replaced(asked.out, PARTS_FILES, marker="manifest.json")
         if replaced:
-            check_replaced(directory, [*STORE, "parts/.*", "work/*", ".*"])
+            check_replaced(directory, [*PARTS_FILES, "parts/.*", "work/*", ".*"])
             remove(directory)
 
 

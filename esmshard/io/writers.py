@@ -1,6 +1,6 @@
 """The base class `Writer` of all writers of results, and `TableWriter`, the writer of tables.
 
-A writer is a context manager. It takes the records one by one, in input order, and writes to temporary files. If the
+A writer is a context manager. Its method `add` takes the records in input order, and writes to temporary files. If the
 `with` block ends without an error, the new files replace older files. Otherwise the new files are removed.
 """
 

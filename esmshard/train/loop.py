@@ -42,7 +42,7 @@ from esmshard.train.resume import check_room, describe_run, history, resolved
 from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 
-RESERVED = 0.9
+USABLE = 0.9
 """The share of the free memory that a run plans to use. The allocator's gaps and other programs take the rest."""
 
 
@@ -155,7 +155,7 @@ class Training:
         saved = sharded.read_state(start) if start is not None else None
         # The free memory is measured before the model takes memory, because the planner counts the model, too.
         free = planner.free_bytes(ranks.device, processes_per_machine(ranks.size))
-        self.largest_fitting = partial(largest_fitting, job, self.numbers, int(ranks.min(RESERVED * free)), ranks)
+        self.largest_fitting = partial(largest_fitting, job, self.numbers, int(ranks.min(USABLE * free)), ranks)
         self.tokens_per_rank = self._choose_tokens_per_rank(saved)
         self._fill(is_new=start is None)
         self.optimizer = adamw(self.model, recipe.optim)

@@ -151,7 +151,7 @@ def test_a_killed_process_is_replaced_and_all_end_with_the_command(given: Given,
     until(run, "computing", out / "x.npy")
     assert run.kill("worker")
     assert run.wait() == 0, run.stderr
-    assert "a new process takes its place" in run.stderr
+    assert "all processes are started again" in run.stderr
     given.check(out / "x.npy")
     run = given.run(out / "x", "--nproc", "2")
     until(run, "computing", out / "x")

@@ -14,7 +14,7 @@ from esmshard.planner import model_numbers
 from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import Recipe
 from esmshard.train.inputs import prepare
-from esmshard.train.loop import RESERVED, largest_fitting
+from esmshard.train.loop import USABLE, largest_fitting
 
 pytestmark = pytest.mark.gpu
 
@@ -49,7 +49,7 @@ def recipe_of(proteins: Path, checkpointing: str, global_tokens: int, number: in
 def fitting(recipe: Recipe, device: torch.device) -> int:
     """Tokens that the planner would let a rank take at once."""
     job = prepare(recipe, 1, 1, device)
-    room = int(RESERVED * planner.free_bytes(device, 1))
+    room = int(USABLE * planner.free_bytes(device, 1))
     return largest_fitting(job, model_numbers(recipe, job.weights.config, job.task), room, alone(device))
 
 
