@@ -59,7 +59,7 @@ class Model:
         self.esm = esm
         """The transformer without a fine-tuned head, a `torch.nn.Module`."""
         self.tuned = tuned
-        """The transformer and the fine-tuned head as one module, with the task; None for a model without a head."""
+        """The fine-tuned model: `tuned.model` is the transformer with its head, `tuned.task` the task; or None."""
         self._unlearned = tuple(unlearned)
 
     @property

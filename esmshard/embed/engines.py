@@ -548,7 +548,8 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
     failed records, and `OUT.chains.tsv` the chains of records with several chains, if there are such records.
 
     Raises:
-        UsageError: if the format needs sequences and gets none. A finished directory has no sequences.
+        UsageError: if the format stores rows by their sequences, and `sequences` is None. A directory of parts does
+            not contain the sequences.
         InputError: if a part is damaged.
     """
     if FORMATS[fmt].by_sequence and sequences is None:

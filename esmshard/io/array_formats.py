@@ -247,8 +247,8 @@ class BiotrainerFormat(Hdf5Format):
             data.attrs["original_id"] = row.id
         elif not np.array_equal(self._file[key][()], values, equal_nan=True):
             raise InputError(
-                f"{self.out}: record '{row.id}' has the sequence of an earlier record and other tracks, and "
-                "biotrainer-h5 has one place for a sequence; write it with --format h5"
+                f"{self.out}: record '{row.id}' has the same sequence as an earlier record but other values (other "
+                "tracks?), and biotrainer-h5 stores one embedding of a sequence; write it with --format h5"
             )
 
 

@@ -131,7 +131,7 @@ def _sequence_columns(table: Table) -> tuple[str, ...]:
     pairs = [pair for pair in CHAIN_NAMES if lower.issuperset(pair)]
     if len(pairs) > 1:
         names = " and ".join(", ".join(pair) for pair in pairs)
-        raise InputError(f"{table.path}: has two pairs of columns of chains ({names}); {_RENAME}")
+        raise InputError(f"{table.path}: has several pairs of chain columns ({names}); rename the unwanted ones")
     columns = [table.only_column((name,), _RENAME) for name in (pairs[0] if pairs else ("protein",))]
     return tuple(name for name in columns if name is not None)
 
@@ -156,7 +156,7 @@ def _set_attributes(table: Table) -> list[str]:
 
 STDIN = Path("-")
 CONVERSION = 3
-"""The version of the code that converts other formats to FASTA text. A new version replaces cached stores."""
+"""The version of the code that converts other formats to FASTA text. After a change, cached stores are made again."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _NUL_HEADER = re.compile(rb"(?<![^\r\n])>([^\r\n]*\0[^\r\n]*)")

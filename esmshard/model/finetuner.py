@@ -199,12 +199,12 @@ class RecordDropout(nn.Module):
         self.share, self.layer = share, layer
 
     def forward(self, x_RF: torch.Tensor, draw_R: torch.Tensor | None) -> torch.Tensor:
-        """Map x [R, F] to [R, F].
+        """Apply dropout to x [R, F]. The result has the same shape. In evaluation the result is x.
 
         Args:
             x_RF: numbers of any floating type.
-            draw_R: int32 [R], the random seed of each row, from `of_tokens`, `of_changes` or `TokenBatch.draw_N`; may
-                be None in evaluation.
+            draw_R: int32 [R], the random seed of each row, from the methods `of_tokens` or `of_changes`, or from the
+                field `TokenBatch.draw_N`. None is allowed in evaluation.
         """
         if not self.training or not self.share:
             return x_RF

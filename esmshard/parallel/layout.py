@@ -67,7 +67,11 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Set the field `group`. Raises `UsageError` if the strategy is unknown, or `group` does not fit the ranks."""
+        """Set the field `group` as the strategy requires. Only `hybrid_shard` keeps the given value.
+
+        Raises:
+            UsageError: the strategy is unknown, the given value is another one, or the ranks cannot be divided by it.
+        """
         if self.strategy not in STRATEGIES:
             raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
         ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy]

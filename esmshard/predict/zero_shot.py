@@ -235,7 +235,7 @@ def _open(
 ) -> tuple[list[Weights], int]:
     """Open all models, and check every model before the first model computes. Also return the window: how many residues
     of a long protein each model reads at once. The default is the smallest window with which the models were trained.
-    All models get the same tracks, and by default all join chains as the first model does.
+    All models get the same tracks. By default every model joins chains as the first model does.
     """
     if len(set(names)) < len(names):
         raise UsageError(f"--ensemble: a model is named twice ({', '.join(names)}); name each model once")

@@ -32,7 +32,7 @@ class Tree:
     problems: list[str] = field(default_factory=list)
 
     def override_of(self, keys: tuple[str, ...]) -> str | None:
-        """Return the override that set a key, or a section that contains the key; None if no override did."""
+        """Return the override that set this key, or else the innermost section around the key; or None."""
         sections = (keys[:depth] for depth in range(len(keys), 0, -1))
         return next((self.overrides[section] for section in sections if section in self.overrides), None)
 

@@ -129,7 +129,10 @@ class Task(ABC):
         """
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
-        """Return the metrics over `rows`, at least those in `columns`. By default each metric is the mean over rows."""
+        """Compute the metrics over `rows`; the property `columns` names the metrics that the result must have.
+
+        By default each metric is the mean of its values in the rows.
+        """
         return means(rows, self.columns)
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:

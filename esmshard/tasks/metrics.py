@@ -75,10 +75,11 @@ def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Copy the rows, and replace each value by its place in the arrays whose key begins with `ranked `.
+    """Copy the rows. In the arrays whose key begins with `ranked `, replace each value by its place.
 
-    The place of a value, int32, is the number of distinct smaller values in all rows. Metrics of ranks are the same for
-    places, and resamples need no sorting. If a value of a key is NaN, the arrays of this key stay unchanged.
+    The place of a value, int32, is the number of distinct smaller values that all rows have under this key. A metric of
+    ranks is the same for places, and the values need not be sorted again for each resample. If a value under a key is
+    NaN, the arrays of this key stay unchanged.
     """
     copies = [dict(row) for row in rows]
     for key in (key for key in rows[0] if key.startswith("ranked ")):
@@ -388,12 +389,13 @@ def count_units(n: int, block_N: npt.NDArray[np.int64] | None) -> int:
 
 
 def interval(values: Sequence[float], metric: str = "") -> Interval:
-    """Compute the interval of a metric from the values of `bootstrap`. Resamples whose value is NaN are left out.
+    """Compute the 95% interval of a metric from a list of `bootstrap`: the estimate over all records, then a value for
+    each resample. Resamples whose value is NaN are left out.
 
     By default the result is the percentile interval. For a metric in BIASED, or if the percentile interval does not
-    contain the value, the result is the basic bootstrap interval: the percentiles are reflected at the value, which
-    corrects the bias of the resamples (Davison and Hinkley 1997, Bootstrap Methods and their Application, section 5.2).
-    The basic interval is widened to contain the value. For a metric in BIASED no limit is below 0.
+    contain the estimate, the result is the basic bootstrap interval: the percentiles are reflected at the estimate,
+    which corrects the bias of the resamples (Davison and Hinkley 1997, Bootstrap Methods and their Application, section
+    5.2). The basic interval is widened to contain the estimate. For a metric in BIASED no limit is below 0.
     """
     plain = difference(values, [0.0] * len(values), metric)
     return Interval(plain.value, max(plain.low, 0.0), plain.high) if metric in BIASED else plain

@@ -144,7 +144,7 @@ class Scale:
     mean: float
     deviation: float
     values: tuple[float, ...] = ()
-    """For kind `rank`: at most KNOTS training values in ascending order, and a far value before and after them."""
+    """For kind `rank`: at most KNOTS training values in ascending order, between a far lower and a far higher value."""
     scores: tuple[float, ...] = ()
     """For kind `rank`: the normal scores of the field `values`."""
 
@@ -506,8 +506,9 @@ class VariantTask(Task):
         return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
 
     def _frozen(self, examples: Sequence[Example], base: FineTuner) -> npt.NDArray[np.float32]:
-        """Return the features of N variants from the function `frozen`, [N, F]. The pool is `mean` if the settings have
-        this pool, otherwise `sites`.
+        """Call the function `frozen` for N variants, and return their features [N, F].
+
+        The pool is `mean` if the settings have this pool, otherwise `sites`.
         """
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
         tokens, tracks = [example.tokens for example in examples], examples[0].tracks or self._tracks

@@ -48,7 +48,8 @@ R = TypeVar("R")
 LOWER_IS_BETTER = ("RMSE", "log loss")
 """The metrics for which a lower value is better, apart from the headline metrics of tasks."""
 LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
-"""The maximum length of a record whose curve over residues a report shows, and the maximum number of dots in a plot."""
+"""LONGEST_PROFILE: a report draws values along the sequence only for records of at most this length. MOST_RESIDUES: the
+maximum number of dots in its plot of observed and predicted values."""
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
 """The name of the array of training sequences' hashes in `baselines.npz`, and the maximum number of these hashes."""
 ALONE = World(0, 1, torch.device("cpu"), None)
@@ -537,7 +538,7 @@ class Comparison:
     @property
     def how(self) -> str:
         """A phrase that compares the model with the best baseline: `better than`, `worse than` or `not clearly apart
-        from`. Without an interval: `better in this sample than`. Empty if no baseline has a value.
+        from`. Without an interval, such as `better in this sample than`. Empty if no baseline has a value.
         """
         if self.best is None:
             return ""

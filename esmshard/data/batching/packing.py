@@ -121,7 +121,10 @@ class StepPlan:
         return np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch, what))).random_raw(n)
 
     def _fill_window(self, window: int) -> list[Integers]:
-        """Return the record numbers of each step of a window of the current epoch. The steps are in random order."""
+        """Divide the records of one window, which is a group of steps of the current epoch, into its steps.
+
+        The result has an array of record numbers for each step. The steps are in random order.
+        """
         records = self._records_of(window)
         tokens = self._lengths[records].astype(np.int64)
         n_steps = self._first_steps[window + 1] - self._first_steps[window]

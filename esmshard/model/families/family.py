@@ -107,7 +107,7 @@ class Corruption(NamedTuple):
     random: float
     """Share of the residues to predict that became a random letter."""
     unchanged: float
-    """Share of the residues to predict that did not change."""
+    """Share of the residues to predict that kept their own letter."""
     letters: int
     """Number of letters from which a random letter was chosen. All letters were equally likely."""
 
