@@ -179,7 +179,9 @@ class Task(ABC):
 
         This method is called only if the method `no_probe` of the settings returns None.
         """
-        raise NotImplementedError
+        raise TypeError(
+            f"{type(self).__name__} has no method `probe`; let the method `no_probe` of its settings give a reason"
+        )
 
 
 def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:

@@ -37,6 +37,7 @@ def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
             return {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
+    # zipfile raises NotImplementedError for a kind of compression that it does not know.
     except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
 
