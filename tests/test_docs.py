@@ -214,7 +214,9 @@ def test_generated_pages_follow_the_source():
     spec.loader.exec_module(made)
     keys, commands = made.recipe_keys(), made.commands()
     assert set(re.findall(r"^#+ (\S+)$", keys, re.MULTILINE)) == {key for key in _keys() if key != "task.name"}
-    clip = "### optim.clip\n\na number, above 0 and at most 1000000000; default `1.0`\n\n"
+    clip = (
+        "### optim.clip\n\na number, above 0 and at most 1000000000; default `1.0`\n\nThe maximum norm of the gradient"
+    )
     assert clip in keys
     assert "### checkpoint.async_save\n\n`auto` or `true` or `false`; default `auto`" in keys
     assert "### slurm.grace\n\nan integer, at least 10 and at most 65535; default `180`" in made.site_keys()
