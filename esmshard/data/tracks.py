@@ -1,10 +1,10 @@
-"""Tracks: additional inputs of a model for each residue, such as 3Di letters.
+"""Reads tracks: additional model inputs for each residue, such as 3Di letters.
 
 Letters are read from FASTA files, codes from `.npz` files, and coordinates from PDB and mmCIF files. Each source is
-read once. Then a directory in the cache has the values of all residues, in the order of the token store:
+read once, and its values are saved in a cache directory, in the order of the token store:
 
     values.npy      [R, ...]: the values of all R residues, record after record
-    known.npy       int32 [N]: the number of residues with a known value in each record
+    known.npy       int32 [N]: how many residues of each record have a known value
     manifest.json   the sha256 of both array files, and notices about the source
 """
 
@@ -43,13 +43,11 @@ _INVALID = 255
 
 
 def _value_shape(track: Track) -> tuple[int, ...]:
-    """Return the shape of the array that has the track value of one residue."""
     return (3, 3) if track.kind == "coordinates" else ()
 
 
 def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Convert the track values of a protein's residues, [L, ...], to values of its tokens in a batch, [L + 2, ...]. The
-    tokens `<cls>` and `<eos>` get the unknown value. The field `Track.kind` decides the dtype.
+    """Add the unknown value for `<cls>` and `<eos>` to the track values of a protein: [L, ...] becomes [L + 2, ...].
 
     >>> dssp = Track("dssp", "DSSP letters", "letters", unknown=3, letters="HEC")
     >>> in_batches(dssp, values_of(dssp, "HC", "here")).tolist()
@@ -60,12 +58,11 @@ def in_batches(track: Track, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 
 def unknown_entry(track: Track, length: int) -> npt.NDArray[Any]:
-    """Return an array with the unknown value of the track for each of L residues of a protein, [L, ...]."""
+    """Return the unknown value of the track for each of L residues, [L, ...]."""
     return np.full((length, *_value_shape(track)), track.unknown, dtype=_DTYPE[track.kind])
 
 
 def _known_residues(track: Track, values: npt.NDArray[Any]) -> int:
-    """Count the residues of a protein that have a known track value."""
     if track.kind == "coordinates":
         return int(np.isfinite(values).all((1, 2)).sum())
     return int((values != track.unknown).sum())
@@ -74,14 +71,8 @@ def _known_residues(track: Track, values: npt.NDArray[Any]) -> int:
 def values_of(track: Track, given: Any, where: str) -> npt.NDArray[Any]:
     """Check the track values of one protein, and return an array of numbers, [L, ...].
 
-    Args:
-        track: the track.
-        given: the values. A track of kind `letters` needs a string in upper or lower case, with `#` for an unknown
-            value. All other tracks need an array.
-        where: the beginning of error messages, such as `x.fasta:3: record 'P01308'`.
-
-    Raises:
-        InputError: the values have a wrong type or shape, or a value is not valid for the track.
+    `given` is a string for a track of kind `letters` (in upper or lower case, `#` for an unknown value), else an array.
+    Raises `InputError` if a value, the type or the shape is not valid. `where` begins the message.
     """
     if track.kind == "letters":
         return _letters(track, given, where)
@@ -108,17 +99,17 @@ def require_length(track: Track, values: npt.NDArray[Any], length: int, where: s
     """Raise `InputError` if `values` does not have `length` values, one per residue. `where` begins the message."""
     if len(values) != length:
         unknown = UNKNOWN_LETTER if track.kind == "letters" else f"{track.unknown:g}"
-        of_files = " (structure files have the whole sequence in SEQRES or _entity_poly_seq)"
+        hint = " (structure files list the whole sequence in SEQRES or _entity_poly_seq)"
         raise InputError(
-            f"{where} has {track.title} of {len(values):,} residues, and its sequence has {length:,} residues; give "
+            f"{where} has {track.title} of {len(values):,} residues, but its sequence has {length:,} residues; give "
             f"one value for each residue of the whole sequence, and {unknown} for an unknown value"
-            f"{of_files if track.kind == 'coordinates' else ''}"
+            f"{hint if track.kind == 'coordinates' else ''}"
         )
 
 
 @functools.cache
 def _numbers(letters: str, unknown: int) -> npt.NDArray[np.uint8]:
-    """Return a track value for each character code, uint8 [256]; `_INVALID` for characters without a value."""
+    """Return the track value of each ASCII code, uint8 [256]; `_INVALID` for a character that is not in the track."""
     numbers = np.full(256, _INVALID, np.uint8)
     for number, letter in enumerate(letters):
         numbers[[ord(letter.lower()), ord(letter.upper())]] = number
@@ -141,12 +132,10 @@ def _letters(track: Track, given: Any, where: str) -> npt.NDArray[np.uint8]:
 
 
 def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Read a track from its source. Yield the number and the track values, [L, ...], of each record, in source order.
+    """Yield the record number and the track values, [L, ...], of each record in a source, in the order of the source.
 
-    Proteins in the source that are no records of the store are skipped. `edits` collects notices.
-
-    Raises:
-        InputError: the source cannot be read, values do not fit their record, or a record has values twice.
+    Proteins that are not in the store are skipped. `edits` collects notices. Raises `InputError` if the source cannot
+    be read, values do not fit their record, or a record has values twice.
     """
     given: Iterable[tuple[int, Any, str, str]]  # record number, values, file and line, beginning of a message
     if track.kind == "coordinates":
@@ -174,7 +163,7 @@ def _by_id(records: TokenStore, given: Iterable[tuple[str, Any, str]]) -> Iterat
 
 
 def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, Any, str, str]]:
-    """Read the structure files of records. `1abc.cif` is for the records `1abc`, `1ABC`, `1abc_A` and `sp|1ABC|X`."""
+    """Read the structure files of records. `1abc.cif` belongs to records `1abc`, `1ABC`, `1abc_A` and `sp|1ABC|X`."""
     records_of_name: dict[str, list[int]] = defaultdict(list)
     for n in range(len(records)):
         name = records.id(n).lower()
@@ -200,10 +189,8 @@ def _chain_of(path: Path, chains: list[Chain], prefix: str, n: int, records: Tok
     """Return the chain of a structure file that belongs to record n.
 
     The record `1abc_A` gets chain A of `1abc.cif`, or None if the file has no chain A. The record `1abc` gets the chain
-    with the same sequence. If the file has only one chain, the record gets this chain even if the sequences differ.
-
-    Raises:
-        InputError: the file has several chains or none, and none has the sequence of the record `1abc`.
+    with the same sequence, or the only chain of the file even if its sequence differs. Without such a chain,
+    `InputError` is raised.
     """
     record_id = records.id(n)
     name, _, chain_name = record_id.rpartition("_")
@@ -222,17 +209,16 @@ VERSION = 3
 
 
 class TrackStore:
-    """The values of one track for the N records of a token store, in files that the function `write_track` makes."""
+    """The values of one track for the N records of a token store, read from the directory of `write_track`."""
 
     def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
         self.path, self.track, self.records = path, track, store
         about = read_json(path / "manifest.json")
         self.sha256: dict[str, str] = about["sha256"]
-        """The sha256 of the files `values.npy` and `known.npy`, by file name."""
+        """The sha256 of `values.npy` and `known.npy`, by file name."""
         self.notices: list[str] = about["notices"]
-        """Sentences about problems in the source of the track."""
         self.known_N: npt.NDArray[np.int32] = np.load(path / "known.npy", mmap_mode="r", allow_pickle=False)
-        """The number of residues with a known value in each record."""
+        """How many residues of each record have a known value, int32 [N]."""
         self._values = np.load(path / "values.npy", mmap_mode="r", allow_pickle=False)
 
     def __getitem__(self, n: int) -> npt.NDArray[Any]:
@@ -244,18 +230,16 @@ class TrackStore:
 
 
 def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> TrackStore:
-    """Read the values of a track for all records of a token store, and write the values to the new directory `out`.
-
-    Raises:
-        InputError: see the function `entries`. Also if the source has no values of any record, or if records have
-            several chains.
+    """Read a track from its source, and write its values for all records of a token store to the new directory `out`.
+    For errors see the function `entries`. `InputError` is also raised if no record has values, or if a record has
+    several chains.
     """
     sealed_directory(out, functools.partial(_write, track, source, store))
     return TrackStore(out, track, store)
 
 
 def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> list[str]:
-    """Write the array files of a track to a directory. Return notices about the source."""
+    """Write the array files of a track. Return notices about the source."""
     if store.linker is not None:
         raise InputError(
             f"{source}: {track.title} are read for records of one chain, and some records have several chains; make "
@@ -276,7 +260,7 @@ def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> li
         n_records += 1
     if not n_records:
         ids = first_three(range(min(len(store), 4)), store.id)
-        raise InputError(f"{source}: has {track.title} of none of the {len(store):,} records ({ids}); correct the ids")
+        raise InputError(f"{source}: has no {track.title} for any of {len(store):,} records ({ids}); correct the ids")
     values.flush()
     np.save(directory / "known.npy", known_N)
     return edits.notices()
@@ -285,11 +269,8 @@ def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> li
 def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
     """Open a track for the records of a token store. The first call reads the source and writes to the user's cache.
 
-    The source is read again if its path or one of its files changes (function `paths.state`), if the definition of the
-    track changes, or if the records change. While one process reads the source, other processes wait.
-
-    Raises:
-        InputError: see the function `write_track`.
+    The source is read again if its path, one of its files, the track definition or the records change. While one
+    process reads the source, other processes wait. For errors see the function `write_track`.
     """
     key = [VERSION, dataclasses.asdict(track), str(source.resolve()), states(source), store.manifest["sha256"]]
     out = cached_directory("tracks", json.dumps(key), functools.partial(_write, track, source, store))
@@ -298,24 +279,20 @@ def cached_track(track: Track, source: Path, store: TokenStore) -> TrackStore:
 
 @dataclass(frozen=True)
 class TrackFile:
-    """A track, and the file or directory that has the values of this track."""
+    """A track, and the path of its file or directory.
+
+    The path INSIDE means that the coordinates are in the structure files from which the sequences are read.
+    """
 
     track: Track
     path: Path
-    """The path of the file or directory. INSIDE means the structure files from which the sequences are read."""
 
 
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
     """Return the track and the path for each track name that the user gave.
 
-    Args:
-        named: the path, or the constant INSIDE, for each track name.
-        takes: all tracks that the model can take.
-        model: the name of the model, for messages.
-        key: the text before the track name in messages: the recipe key `data.tracks.` or the option `--track `.
-
-    Raises:
-        UsageError: a name is not the name of a track that the model takes.
+    `takes` has all tracks that the model can read. Raises `UsageError` for a name that is not among them. The message
+    has the name of the model, and `key` before the track name: `data.tracks.` or `--track `.
     """
     known = {track.name: track for track in takes}
     if unknown := [name for name in named if name not in known]:
@@ -330,16 +307,16 @@ def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, ke
 
 
 def named_tracks(options: Sequence[str]) -> dict[str, str]:
-    """Parse the values of the option `--track NAME=PATH`. Return a dict from track name to path.
-
-    Raises:
-        UsageError: a value does not have the form NAME=PATH, or two values have the same name.
+    """Parse the values of the option `--track NAME=PATH`. Return a dict from track name to path. Raises `UsageError` if
+    a value has another form, or a name is given twice.
     """
     paths: dict[str, str] = {}
     for option in options:
         name, equals, path = option.partition("=")
         if not name or not equals or not path:
-            raise UsageError(f"--track {option}: NAME=PATH is expected, with {INSIDE} for coordinates of the input")
+            raise UsageError(
+                f"--track {option}: write NAME=PATH, or NAME={INSIDE} if the input files have the coordinates"
+            )
         if name in paths:
             raise UsageError(f"--track {name}: is given twice; give one path")
         paths[name] = path
@@ -347,10 +324,8 @@ def named_tracks(options: Sequence[str]) -> dict[str, str]:
 
 
 def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
-    """Return the tracks with `path`, the path of the data, in place of the path INSIDE.
-
-    Raises:
-        InputError: a track with the path INSIDE is not of kind `coordinates`, or the data are not structure files.
+    """Replace the path INSIDE in `files` by `path`, the path of the data. Raises `InputError` if a track with the path
+    INSIDE is not of kind `coordinates`, or the data are not structure files.
     """
     resolved = []
     for file in files:
@@ -362,8 +337,8 @@ def with_paths(path: Path, files: Sequence[TrackFile]) -> list[TrackFile]:
 
 
 def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
-    """Return for each track name a dict: `path` is the name of its file or directory, and `state` is a hash. The hash
-    covers the names, sizes and modification times of the source files.
+    """Return for each track the name of its file or directory (`path`), and a hash (`state`) of the names, sizes and
+    modification times of its files.
     """
     state_by_name = {}
     for file in files:
@@ -374,13 +349,9 @@ def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
 
 
 class RecordTracks:
-    """All tracks of the records of a token store. The method `Examples.add_tracks` gets this object.
+    """All tracks of the records of a token store. `files` has the path of each track, for notices.
 
-    Args:
-        stores: the opened tracks.
-        files: the path of each track, for notices.
-        protein: for variants of one protein, the part of record 0 that the model reads. All variants get the values of
-            this part.
+    All variants of one protein get the values of record 0. Then `protein` is the part of it that the model reads.
     """
 
     def __init__(
@@ -390,20 +361,20 @@ class RecordTracks:
 
     @property
     def digest(self) -> str:
-        """A hash of the values of all tracks, and of the part of the protein (`protein`) if there is one."""
+        """A hash of all track values and of `protein`."""
         text = " ".join(f"{store.track.name} {store.sha256['values.npy']}" for store in self._stores)
         if self._protein is not None:
             text += f" {self._protein}"
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, n: int, part: slice | npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Return the values of a part of record n by track name, in the format of the function `in_batches`."""
+        """Return the values of the residues `part` of record n by track name; see the function `in_batches`."""
         record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
         return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}
 
     def notices(self, records_M: npt.NDArray[np.int64]) -> list[str]:
-        """Return sentences that say how many of M records, and how many of their residues, have known track values.
-        For variants of one protein, only the residues of the wild type are counted.
+        """Return sentences about how many of M records, and of their residues, have known track values. For variants of
+        one protein, only the residues of the wild type are counted.
         """
         sentences: list[str] = []
         for store, source in zip(self._stores, (file.path for file in self._files), strict=True):
@@ -421,10 +392,10 @@ class RecordTracks:
 
 
 def record_tracks(files: Sequence[TrackFile], store: TokenStore, protein: slice | None = None) -> RecordTracks:
-    """Open the tracks of all records of a token store. Call `with_paths` first: no path may be the constant INSIDE."""
+    """Open the tracks of all records of a token store. No path may be INSIDE: call `with_paths` first."""
     return RecordTracks([cached_track(file.track, file.path, store) for file in files], files, protein)
 
 
 def protein_tracks(files: Sequence[TrackFile], fasta: Path, protein: slice = slice(None)) -> RecordTracks:
-    """Open the tracks of the only protein in a FASTA file. All variants of this protein have the same track values."""
+    """Open the tracks of the only protein in a FASTA file, for all variants of this protein."""
     return record_tracks(files, cached(fasta), protein) if files else RecordTracks(())

@@ -1,20 +1,20 @@
 """Reads measured variants of one protein from tables in the formats that laboratories use.
 
-A cell of the mutation column has one of the forms below. A cell with another form is refused with a reason.
+A cell of the mutation column has one of these forms. Cells with other forms are refused.
 
 | cell | meaning |
 |---|---|
 | `A24G`, `p.A24G`, `p.Ala24Gly`, `p.(Ala24Gly)`, `NP_000509.1:p.Ala24Gly` | one substitution |
 | `A24G:V30L`, or `;`, `,`, `/`, `+` or spaces as separators, `p.[Ala24Gly;Val30Leu]` | several substitutions |
 | `WT`, `_wt`, `wild-type`, `p.=` | the wild type |
-| `A24*`, `p.Ala24Ter` | a stop codon: the cell is an error, or its row is left out |
-| `A24A`, `p.Ala24=` | a synonymous change: the cell is an error, or its row is left out or kept |
+| `A24*`, `p.Ala24Ter` | a stop codon: an error, or the row is left out |
+| `A24A`, `p.Ala24=` | a synonymous change: an error, or the row is left out or kept |
 
 Three-letter codes and brackets are from HGVS (den Dunnen et al. 2016, https://hgvs-nomenclature.org); `_wt` is from
 Enrich2 (Rubin et al. 2017). Lower case is accepted too.
 
-In many tables, position 1 is the start of the mature protein, a construct or a crystal structure, and not residue 1 of
-the sequence. So each wild-type letter is compared with the sequence, to detect a wrong numbering.
+In many tables, position 1 is the start of the mature protein, of a construct or of a crystal structure, not residue 1
+of the sequence. So each wild-type letter is compared with the sequence.
 """
 
 import functools
@@ -62,7 +62,7 @@ class Mutation(NamedTuple):
     """
 
     position: int
-    """The position of the residue in the protein, counted from 0."""
+    """Counted from 0."""
     wild: str
     mutant: str
     """The letter of the new residue. `*` is a stop codon. The same letter as in `wild` is a synonymous change."""
@@ -72,12 +72,12 @@ class Mutation(NamedTuple):
 
 
 def name_of(mutations: tuple[Mutation, ...]) -> str:
-    """Return the name of a variant with these mutations, such as `A24G:V30L`, or `WT` for no mutations."""
+    """Return the name of a variant: its mutations as `A24G:V30L`, or `WT` without mutations."""
     return ":".join(map(str, mutations)) or "WT"
 
 
 def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, ...]:
-    """Return a copy of the mutations, with `shift` added to the position of each mutation.
+    """Add `shift` to the position of each mutation.
 
     >>> name_of(renumbered((Mutation(0, "M", "L"),), 23))
     'M24L'
@@ -86,15 +86,13 @@ def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, .
 
 
 def parse_variant(cell: str) -> tuple[Mutation, ...]:
-    """Parse a cell of the mutation column. Return the mutations of the cell, sorted by position; () for the wild type.
+    """Parse a cell of the mutation column. Return its mutations, sorted by position; () for the wild type. Raises
+    `RefusedVariant` if the cell is empty, has another form, or changes a position twice.
 
     >>> [str(mutation) for mutation in parse_variant("p.[Val30Leu;Ala24Gly]")]
     ['A24G', 'V30L']
     >>> parse_variant("WT")
     ()
-
-    Raises:
-        RefusedVariant: the cell is empty, has another form, or changes a position twice.
     """
     cell = cell.strip()
     if cell.lower() in _WILD_TYPE:
@@ -130,13 +128,11 @@ def _substitution(word: str) -> Mutation:
 
 
 def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
-    """Return the substitutions that turn `wild_type` into `sequence`. Both must have the same length.
+    """Return the substitutions that turn `wild_type` into `sequence`. Raises `RefusedVariant` if the lengths differ, or
+    if `sequence` has a character that is no residue, such as a gap.
 
     >>> [str(mutation) for mutation in compare("MKV", "MKT")]
     ['T3V']
-
-    Raises:
-        RefusedVariant: the lengths differ, or `sequence` has a new letter that is no residue, such as a gap.
     """
     text = "".join(sequence.split())
     if len(text) == len(wild_type) + 1:
@@ -154,10 +150,9 @@ def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
     return mutations
 
 
-_ENOUGH = 0.99  # the minimum share of mutations that an automatic shift must fit
-_FEWEST = 5  # the minimum number of sites that an automatic shift must fit (1 letter in 17 matches by chance)
-_PROPOSED = 3  # the minimum number of sites that a shift must fit, to be proposed in an error message
-
+_ENOUGH = 0.99  # An automatic shift must fit at least this share of the mutations,
+_FEWEST = 5  # and at least this number of sites (1 letter in 17 matches by chance).
+_PROPOSED = 3  # An error message proposes a shift that fits at least this number of sites.
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
 SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
@@ -167,16 +162,15 @@ TARGET_COLUMNS = (
 )
 NAME_MUTANT = "pass data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
 NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score and split"
-"""The advice in error messages: how to name the column of measured values."""
 
 Replicates = Literal["error", "mean", "keep"]
 Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
-"""The maximum share of unusable rows in a table. If more rows are unusable, the table is refused."""
+"""The maximum share of unusable rows in a table. A table with more unusable rows is refused."""
 
 FEW_SITES, COMBINED = 10, 0.1
-"""Variants are a combinatorial library if they change at most FEW_SITES sites, and if more than the share COMBINED of
-the variants change two or more sites.
+"""Variants are a combinatorial library if they change at most FEW_SITES sites in total, and if more than the share
+COMBINED of them change several sites.
 """
 
 
@@ -191,14 +185,14 @@ class Variants:
     """The measured values, float64 [N, T]. A missing value is NaN. If T > 0, every variant has at least one value."""
     target_names: tuple[str, ...]
     rows: list[tuple[int, ...]]
-    """For each variant, the indices of the rows in `table` that have the variant."""
+    """The row indices of each variant in `table`."""
     table: Table
     notices: list[str]
-    """Sentences about rows and values that were changed, left out or averaged."""
+    """Sentences about changed, averaged and left-out rows."""
     offset: int
     """The number that was added to each position in the table."""
     left_out: dict[int, str]
-    """The reason for each row that was left out, by the index of the row in `table`."""
+    """The reason for each left-out row, by the row index in `table`."""
 
     def __len__(self) -> int:
         return len(self.mutations)
@@ -214,7 +208,7 @@ class Variants:
         return sequences
 
     def names(self) -> list[str]:
-        """Return the name of each variant, such as `A24G:V30L` or `WT`. Residue 1 is the first in `wild_type`."""
+        """Return the name of each variant, such as `A24G:V30L` or `WT`."""
         return [name_of(mutations) for mutations in self.mutations]
 
     def positions(self) -> list[frozenset[int]]:
@@ -239,15 +233,15 @@ def read_variants(
         path: the path of the table; see the function `tables.read_table`.
         wild_type: the path of a FASTA file with one record (a Path), or the sequence in upper case (a str).
         mutant: the column of mutations; by default the only column with a name in MUTANT_COLUMNS, in any case. Without
-            such a column, the sequences in the column SEQUENCE_COLUMNS are compared with the wild type.
-        targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. With None,
-            no values are read, for variants whose values will be predicted.
-        offset: the number to add to each position in the table. If the positions do not fit the wild type, "auto" looks
-            for a number that fits at least five sites and nearly all mutations.
+            such a column, a column with a name in SEQUENCE_COLUMNS is read, and compared with the wild type.
+        targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. None reads no
+            values.
+        offset: the number to add to each position in the table. If the positions do not fit the wild type, "auto"
+            searches for a number that fits at least five sites and nearly all mutations.
         unusable: `drop` leaves out unusable rows, `error` refuses the table. Unusable rows have a stop codon, a
             synonymous change, no valid mutation, or a residue that the wild type does not have. Even with `drop`, the
             table is refused if over a tenth of the rows have no valid mutation, or if over a tenth do not fit.
-        keep_synonymous: whether synonymous changes are kept, also in the names and positions of variants.
+        keep_synonymous: whether synonymous changes are kept and named.
         replicates: if a variant is in several rows, `error` refuses the table, `mean` averages the values, and `keep`
             makes a variant of each row.
 
@@ -290,7 +284,7 @@ def read_variants(
 
 
 def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
-    """Return whether variants are a combinatorial library: many variants combine changes at the same few sites.
+    """Return whether many of the variants combine changes at the same few sites (FEW_SITES, COMBINED).
 
     >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
     >>> is_library([(a,), (b,), (a, b)]), is_library([(a,), (b,)])
@@ -302,8 +296,6 @@ def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
 
 @dataclass
 class _Reading:
-    """The state of the function `read_variants` while this function reads a table."""
-
     table: Table
     protein: str
     protein_name: str
@@ -314,18 +306,18 @@ class _Reading:
     """The mutations of each row that is not left out."""
 
     @property
-    def most(self) -> float:
-        """The maximum share of rows that may be left out because they are unusable."""
+    def max_unusable(self) -> float:
+        """The maximum share of unusable rows."""
         return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:
-        """Add a notice such as `read 2 rows ...` to `notices`. Do nothing if `rows` is empty."""
+        """Add a notice such as `read 2 rows ...`, unless `rows` is empty."""
         if rows:
             lines = first_three(rows, self.table.at)
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({lines})")
 
     def leave_out(self, reason_of: dict[int, str], what: str, *, each: bool = False) -> None:
-        """Leave out the rows in `reason_of`, and add a notice, with the first three reasons if `each` is true."""
+        """Leave out the rows in `reason_of`, and add a notice (with the first three reasons if `each` is true)."""
         if reason_of and each:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
@@ -335,13 +327,10 @@ class _Reading:
         self.variants = {row: variant for row, variant in self.variants.items() if row not in reason_of}
 
     def reasons(self, reason_of: dict[int, str]) -> str:
-        """Return a text with the first three rows in `reason_of` and their reasons."""
         return first_three(list(reason_of), lambda row: f"{self.table.at(row)} {reason_of[row]}")
 
     def targets(self, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-        """Return the names of T targets, and their values in R rows, float64 [R, T]. If a row has no value for any
-        target, the row is left out.
-        """
+        """Return the names of T targets, and their values, float64 [R, T]. Rows without any value are left out."""
         table = self.table
         if targets is None:
             return (), np.empty((len(table), 0))
@@ -368,7 +357,7 @@ class _Reading:
         return names, target_RT
 
     def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
-        """Read the variant of each row that is not left out yet, with the function `read`."""
+        """Parse the variants of the remaining rows with the function `read`."""
         rows = [row for row in range(len(self.table)) if row not in self.left_out]
         cells, refused = self.table.column(column), dict[int, str]()
         for row in rows:
@@ -376,17 +365,14 @@ class _Reading:
                 self.variants[row] = read(cells[row])
             except RefusedVariant as error:
                 refused[row] = str(error)
-        if len(refused) > self.most * len(rows):
+        if len(refused) > self.max_unusable * len(rows):
             share = f"{len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)}"
             raise InputError(f"{self.table.path}: {share} cannot be used: {self.reasons(refused)}; {_HOW}")
         self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
 
     def place(self, offset: int | Literal["auto"]) -> int:
-        """Shift the positions of the variants to those of the wild type, and return the shift. Variants that do not fit
-        the wild type are left out, up to the share `most`.
-
-        Raises:
-            InputError: too many variants do not fit. The message names the first three, and a shift that would fit.
+        """Add a shift to all positions so that the variants fit the wild type, and return the shift. Variants that do
+        not fit are left out. If they are more than the share `max_unusable`, `InputError` names the first three.
         """
         path, protein, name = self.table.path, self.protein, self.protein_name
         counts = Counter(itertools.chain.from_iterable(self.variants.values()))
@@ -413,7 +399,12 @@ class _Reading:
                 f"{path}: {fitting:,} of {counted(total, 'mutation')} fit {name} {how}, {fit:,} fit when shifted by "
                 f"{best:+d}"
             )
-            if offset == "auto" and sites >= _FEWEST and best != shift and fit >= min(_ENOUGH, 1 - self.most) * total:
+            if (
+                offset == "auto"
+                and sites >= _FEWEST
+                and best != shift
+                and fit >= min(_ENOUGH, 1 - self.max_unusable) * total
+            ):
                 self.notices.append(f"{shifted}, which was done")
                 shift = best
                 wrong = misfits()
@@ -422,19 +413,19 @@ class _Reading:
                     f"{shifted}; set data.offset={best} in a recipe, pass --offset {best} to other commands, or fix "
                     f"{self.reasons(reasons())}"
                 )
-        if len(wrong) > self.most * len(self.variants):
+        if len(wrong) > self.max_unusable * len(self.variants):
             how = f"mutations shifted by {shift:+d}" if shift else "mutations"
             raise InputError(
-                f"{path}: {sum(map(len, wrong.values())):,} of {total:,} {how} do not fit {name} of "
-                f"{counted(len(protein), 'residue')}: {self.reasons(reasons())}; correct them, the wild type or the "
-                "offset"
+                f"{path}: {sum(map(len, wrong.values())):,} of {total:,} {how} do not fit {name} with "
+                f"{counted(len(protein), 'residue')}: {self.reasons(reasons())}; correct the rows, the wild type or "
+                "the offset"
             )
         self.leave_out(reasons(), f"with another residue than {name} has", each=True)
         self.variants = {row: renumbered(variant, shift) for row, variant in self.variants.items()}
         return shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
-        """Leave out each row that has a mutation for which `test` is true; if `unusable` is `error`, raise an error."""
+        """Leave out (or refuse, if `unusable` is `error`) the rows that have a mutation for which `test` is true."""
         rows = [row for row, mutations in self.variants.items() if any(map(test, mutations))]
         if rows and self.unusable == "error":
             lines = first_three(rows, lambda row: f"{self.table.at(row)} {shown(name_of(self.variants[row]))}")
@@ -445,7 +436,6 @@ class _Reading:
         self.leave_out(dict.fromkeys(rows, what), f"with {what}")
 
     def grouped(self, replicates: Replicates) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
-        """Return the mutations and rows of each variant. With `keep`, each row is a variant, even a repeated row."""
         table, groups = self.table, defaultdict[tuple[Mutation, ...], list[int]](list)
         for row, mutations in self.variants.items():
             groups[mutations].append(row)
@@ -462,14 +452,16 @@ class _Reading:
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
-    """Return the sequence of the only record in a FASTA file. Sentences about changes are appended to `notices`."""
+    """Return the only sequence in a FASTA file. Sentences about changes are appended to `notices`."""
     edits = Edits()
     records = list(read_fasta(fasta, edits))
     if len(records) > 1:
         ids = first_three(records, lambda record: record.id)
-        raise InputError(f"{fasta}: has {len(records):,} records ({ids}); the wild type is a file with one")
+        raise InputError(
+            f"{fasta}: has {len(records):,} records ({ids}); the file of the wild type must have one record"
+        )
     if BETWEEN in records[0].sequence:
-        raise InputError(f"{fasta}: the wild type has several chains; give the one that the variants change")
+        raise InputError(f"{fasta}: the wild type has several chains; give only the chain that the variants change")
     residues = np.frombuffer(encode_residues(records[0].sequence), np.uint8)
     if suspicion := nucleotides([residues], "1 record"):
         raise InputError(f"{fasta}: {suspicion}; give the protein that it codes for")
@@ -479,9 +471,9 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
 
 
 def _column(table: Table) -> tuple[str, bool]:
-    """Find the mutation column, or else the column of sequences. Return the column, and whether it has sequences."""
+    """Return the name of the column of mutations or sequences, and whether it has sequences."""
     mutant = table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
-    column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename the one that is not meant")
+    column = mutant or table.only_column(SEQUENCE_COLUMNS, "rename one of them")
     if column is None:
         raise InputError(
             f"{table.path}: has no column with a usual name for mutations ({', '.join(MUTANT_COLUMNS)}) or mutated "
@@ -491,8 +483,8 @@ def _column(table: Table) -> tuple[str, bool]:
 
 
 def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
-    """Find the shift of positions with which the largest number of mutations fit the protein. Return the shift, and how
-    many mutations and sites fit. If another shift fits more than half as many sites, return 0 for the sites.
+    """Return the shift that fits the largest number of mutations, and how many mutations and sites fit. If another
+    shift fits more than half as many sites, return 0 for the sites.
     """
     sites: Counter[tuple[int, str]] = Counter()
     for mutation, count in counts.items():
@@ -511,7 +503,7 @@ def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]
 
 
 def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
-    """Return for each of N variants the mean target values of its rows, float64 [N, T]; NaN if no row has a value."""
+    """Average the target values of each variant over its rows, float64 [N, T]; NaN if no row has a value."""
     group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
     values_RT = target_RT[[row for rows in rows_N for row in rows]]
     sum_NT, count_NT = np.zeros((2, len(rows_N), target_RT.shape[1]))

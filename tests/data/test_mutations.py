@@ -1,22 +1,12 @@
-"""Mutation tables: cells, columns, numbering, policies, replicates, unusable rows, and what is said about the rest."""
+"""Tables of variants: cells, columns, numbering, replicates and unusable rows."""
 
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
-from Bio.Data.IUPACData import protein_letters_3to1
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from esmshard.data.variants import (
-    Mutation,
-    RefusedVariant,
-    Variants,
-    compare,
-    parse_variant,
-    read_variants,
-)
+from esmshard.data.variants import Mutation, RefusedVariant, Variants, parse_variant, read_variants
 from esmshard.errors import InputError, UsageError
 
 #             10        20        30        40        50
@@ -44,7 +34,7 @@ def refused(text: str, kind: type[InputError] = InputError, **options: object) -
 
 
 def scored(*cells: str) -> str:
-    """A table of these mutation cells; the first has score 1."""
+    """A table of mutation cells with the scores 1, 2, ..."""
     return "mutant,score\n" + "".join(f'"{cell}",{k}\n' for k, cell in enumerate(cells, 1))
 
 
@@ -91,19 +81,16 @@ def test_cells() -> None:
 
 def test_a_table() -> None:
     variants = read("mutant,score,note\nA4G,0.5,x\n\nWT,1,y\nK53E:T3V,-2,z\n")
-    assert variants.wild_type == WT
     assert variants.names() == ["A4G", "WT", "T3V:K53E"]
     assert variants.mutations == [(A4G,), (), (T3V, Mutation(52, "K", "E"))]
     assert variants.sequences() == [f"MKTG{WT[4:]}", WT, f"MKV{WT[3:52]}E{WT[53:]}"]
     assert variants.positions() == [frozenset({3}), frozenset(), frozenset({2, 52})]
     assert variants.target_names == ("score",)
-    assert variants.target_NT.dtype == np.float64
     assert variants.target_NT.tolist() == [[0.5], [1.0], [-2.0]]
     assert variants.rows == [(0,), (1,), (2,)]
     assert variants.table.column("note") == ["x", "y", "z"]
     assert variants.table.lines == [2, 4, 5]
     assert variants.notices == []
-    assert len(variants) == 3
 
 
 def test_usual_columns() -> None:
@@ -128,15 +115,9 @@ def test_columns_by_name() -> None:
     assert "did you mean 'mutant'?" in refused("mutant,score\nA4G,1\n", mutant="mutent")
     assert "twice" in refused(text, UsageError, mutant="mutant", targets=["score", "score"])
     assert "v.csv:3:" in refused("mutant,score\nA4G,1\nT3V,high\n")
-
-
-def test_decimal_commas_are_told() -> None:
     variants = read("mutant;score\nA4G;1,5\nT3V;2\nK2S;0,5\n")
     assert variants.target_NT.tolist() == [[1.5], [2.0], [0.5]]
     assert "decimal comma (line 2, line 4)" in variants.notices[0]
-
-
-# ---- the wild type
 
 
 def test_wild_type_from_a_fasta_file() -> None:
@@ -152,9 +133,6 @@ def test_wild_type_from_a_fasta_file() -> None:
         assert "wt.fasta" in refused(scored("A4G"), wild_type=Path("wt.fasta"))
 
 
-# ---- numbering
-
-
 def every_site(shift: int, sequence: str = WT) -> list[str]:
     return [f"{letter}{place - shift}W" for place, letter in enumerate(sequence, 1)]
 
@@ -164,9 +142,6 @@ def test_a_mutation_that_does_not_fit() -> None:
     assert "5 of 7 mutations" in message
     assert "line 3 A5G (the wild type has Y), line 4 K9R (the wild type has Q), line 5 Q57A (the wild" in message
     assert "line 3 M0K (the wild type has no such position)" in refused(scored("A4G", "M0K"))
-
-
-def test_an_offset_is_added() -> None:
     variants = read(scored("A1G:T0V", "Q53A"), offset=3)
     assert variants.names() == ["T3V:A4G", "Q56A"]
     assert variants.positions() == [frozenset({2, 3}), frozenset({55})]
@@ -176,15 +151,13 @@ def test_an_offset_is_added() -> None:
 
 def test_an_offset_is_proposed() -> None:
     Path("wt.fasta").write_text(f">wt\n{WT}\n")
-    # counted from residue 24; Q22, V32 and Q33 happen to find their letter as numbered too
+    # counted from residue 24; Q22, V32 and Q33 fit as numbered too
     cells = every_site(23)[23:]
     message = refused(scored(*cells), wild_type=Path("wt.fasta"))
     assert message.startswith("v.csv: 3 of 33 mutations fit wt.fasta as numbered, 33 fit when shifted by +23; set data")
     assert read(scored(*cells), offset=23).names()[:2] == ["E24W", "E25W"]
     assert "with offset=-2, 33 fit when shifted by +23; set data.offset=23" in refused(scored(*cells), offset=-2)
-    # all mutations are counted, not the different ones
     assert "4 of 35 mutations fit the wild type as numbered, 35 fit" in refused(scored(*cells, cells[0], "Q22A"))
-    # the table may be right in most places only
     wrong = scored(*cells[:20], "W21A", "W22A", "W23A", "W24A")
     for offset in (0, "auto"):
         assert "20 fit when shifted by +23; set data.offset=23" in refused(wrong, offset=offset)
@@ -223,11 +196,8 @@ def test_a_repeat_fits_several_offsets() -> None:
     shifted = scored(*every_site(-100, sequence[:10]))
     for offset in ("auto", 0):
         message = refused(shifted, wild_type=sequence, offset=offset)
-        assert message.startswith("v.csv: 10 of 10 mutations do not fit the wild type of 30 residues")
+        assert message.startswith("v.csv: 10 of 10 mutations do not fit the wild type with 30 residues")
         assert "--offset" not in message
-
-
-# ---- what variants may have
 
 
 def test_stop_codons_and_synonymous_changes() -> None:
@@ -275,9 +245,6 @@ def test_replicates() -> None:
     assert kept.notices[-1] == f"v.csv: kept apart {found}"
 
 
-# ---- whole sequences
-
-
 def test_mutations_from_sequences() -> None:
     one, two = WT.replace("MKTA", "MKTG"), WT.replace("MKTA", "MVTA")[:-1] + "C"
     text = f"mutated_sequence,DMS_score\n{one},1\n{WT},2\n{two.lower()},3\n{one[:10]} {one[10:]}*,4\n"
@@ -299,14 +266,11 @@ def test_sequences_that_cannot_be_compared() -> None:
     assert "line 2 'Q56*'" in refused(f"sequence,score\n{WT[:-1]}*,1\n")
 
 
-# ---- rows that cannot be used
-
 GOOD = [f"{WT[n]}{n + 1}{letter}" for n in range(20) for letter in "CG"]
-"""Forty variants."""
 
 
 def mixed(*cells: str, good: int = 36, shift: int = 0) -> str:
-    """Of good cells, and others behind them; all numbered from `shift` + 1."""
+    """A table of good cells, numbered from `shift` + 1, and then other cells."""
     return scored(*(f"{cell[0]}{int(cell[1:-1]) + shift}{cell[-1]}" for cell in GOOD[:good]), *cells)
 
 
@@ -335,7 +299,7 @@ def test_more_than_a_tenth_is_an_error() -> None:
         for good, bad, unusable in ((35, 4, "drop"), (26, 3, "drop"), (40, 1, "error")):
             message = refused(mixed(*[cell] * bad, good=good), unusable=unusable)
             assert message.startswith(f"v.csv: {bad} of {good + bad} {what} ")
-    # Rows are counted and not their mutations: one row with three wrong residues of forty rows is one of forty.
+    # Rows are counted, not mutations.
     assert len(read(mixed("A1G:A2G:A3G", *GOOD[37:40]), unusable="drop")) == 39
     assert len(read(mixed("A1G:A2G:A3G", "A5G:A6G", "A9G:A10G", "C1G:C2G"), unusable="drop")) == 36
 
@@ -357,32 +321,6 @@ def test_the_shift_is_found_although_rows_do_not_fit() -> None:
     assert "36 fit when shifted by -25; set data.offset=-25" in refused(text, offset="auto", **how)
     # By hand, what misfits in too many rows is refused under the given shift too.
     assert "5 of 41 mutations shifted by -25 do not fit" in refused(text, offset=-25, **how)
-
-
-# ---- generated cells
-
-CODES = {letter: name for name, letter in protein_letters_3to1.items()}
-
-
-@settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    st.dictionaries(st.integers(0, len(WT) - 1), st.sampled_from("CDEFGHIK"), min_size=1, max_size=4),
-    st.sampled_from([":", ";", ", ", "/", "+", " "]),
-    st.booleans(),
-    st.booleans(),
-)
-def test_a_variant_is_read_alike_however_it_is_written(
-    changes: dict[int, str], joint: str, long: bool, low: bool
-) -> None:
-    wanted = tuple(Mutation(place, WT[place], letter) for place, letter in sorted(changes.items()))
-    words = [
-        f"p.{CODES[WT[place]]}{place + 1}{CODES[letter]}" if long else f"{WT[place]}{place + 1}{letter}"
-        for place, letter in changes.items()
-    ]
-    cell = joint.join(words)
-    assert parse_variant(cell.lower() if low else cell) == wanted
-    sequence = "".join(changes.get(place, letter) for place, letter in enumerate(WT))
-    assert compare(sequence.lower() if low else sequence, WT) == tuple(m for m in wanted if m.wild != m.mutant)
 
 
 def test_the_example_of_the_documentation(capsys: pytest.CaptureFixture[str]) -> None:

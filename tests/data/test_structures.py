@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from structure_texts import OTHER, SEQ, Line, chain, cif, expected_cb, nucleic, pdb, three, water, write
+from structure_texts import ATOMS, OTHER, SEQ, Line, chain, cif, expected_cb, nucleic, pdb, three, water, write
 
 from esmshard.data.labels.coordinates import UNRESOLVED, contact_labels
 from esmshard.data.structures import structure_folder
@@ -26,12 +26,12 @@ from esmshard.io.symbols import Edits
 Read = Callable[..., list[Chain]]
 SHORT, THIRD = "MKTAY", "AVILMFYWSTNQ"
 changes: list[str] = []
-"""What was changed in the file that was read last."""
+"""Notices about the file that was read last."""
 
 
 @pytest.fixture
 def read(tmp_path: Path) -> Read:
-    """Writes lines as a PDB and as an mmCIF file, and reads both, which must give the same chains."""
+    """Write lines as a PDB and as an mmCIF file, and read the same chains from both."""
 
     def run(
         lines: list[Line],
@@ -56,7 +56,6 @@ def read(tmp_path: Path) -> Read:
 
 
 def test_atoms_on_a_line_and_missing_atoms_give_no_cb(read: Read) -> None:
-    """Rounding leaves the second line a hair beside a line, where any direction might come out."""
     for x, y, z in ((1.5, 0.0, 0.0), (0.3, 0.7, 1.1), (0.0, 0.0, 0.0)):
         flat = {"N": (0.0, 0.0, 0.0), "CA": (x, y, z), "C": (3 * x, 3 * y, 3 * z), "CB": (1.5, 1.5, 0.0)}
         lines = [replace(a, xyz=flat[a.name]) if a.seq == 7 else a for a in chain(SEQ)]
@@ -69,34 +68,23 @@ def test_atoms_on_a_line_and_missing_atoms_give_no_cb(read: Read) -> None:
 
 
 def test_the_alternative_location_of_highest_occupancy(read: Read) -> None:
-    """All atoms of a residue come from one alternative; of equals from the first. Other atoms go with any."""
-    for first, second, taken in (
-        ((0.4, "A"), (0.6, "B"), "B"),
-        ((0.6, "A"), (0.4, "B"), "A"),
-        ((0.5, "B"), (0.5, "A"), "B"),
+    """All atoms of a residue are from one location, and from the first of equal ones."""
+    for atoms, locations, moved in (
+        (ATOMS, (("A", 0.4, 0.0), ("B", 0.6, 5.0)), 5.0),
+        (ATOMS, (("A", 0.6, 0.0), ("B", 0.4, 5.0)), 0.0),
+        (ATOMS, (("B", 0.5, 0.0), ("A", 0.5, 5.0)), 0.0),
+        (("C",), (("A", 0.3, 1.0), ("B", 0.7, 0.0)), 0.0),
     ):
-        lines, move = [], {first[1]: 0.0, second[1]: 5.0}
-        for x in chain(SEQ):
-            if x.seq == 4:
-                for occupancy, alt in (first, second):
-                    xyz = (x.xyz[0] + move[alt], x.xyz[1], x.xyz[2])
-                    lines.append(replace(x, alt=alt, occupancy=occupancy, xyz=xyz))
-            else:
-                lines.append(x)
+        lines = [
+            replace(x, alt=alt, occupancy=occupancy, xyz=(x.xyz[0] + by, *x.xyz[1:]))
+            for x in chain(SEQ)
+            for alt, occupancy, by in (locations if x.seq == 4 and x.name in atoms else [("", 1.0, 0.0)])
+        ]
         expected = expected_cb(14)
-        expected[3, 0] += move[taken]
+        expected[3, 0] += moved
         (found,) = read(lines, {"A": three(SEQ)})
         np.testing.assert_allclose(found.cb_L3, expected, atol=2e-5)
         assert changes == ["1 residue with alternative locations, read at the location of highest occupancy (1abc_A)"]
-    lines = []
-    for x in chain(SEQ):
-        if x.seq == 4 and x.name == "C":
-            moved = (x.xyz[0], x.xyz[1], x.xyz[2] + 1)
-            lines += [replace(x, alt="A", occupancy=0.3, xyz=moved), replace(x, alt="B", occupancy=0.7)]
-        else:
-            lines.append(x)
-    (found,) = read(lines, {"A": three(SEQ)})
-    np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
 
 
 def test_nucleic_acids_waters_and_ligands_are_left_out(read: Read) -> None:
@@ -107,10 +95,8 @@ def test_nucleic_acids_waters_and_ligands_are_left_out(read: Read) -> None:
     (found,) = read(lines, sequences, {"B": "polydeoxyribonucleotide"})
     assert (found.id, found.sequence) == ("1abc_A", SEQ)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-5)
-    assert len(changes) == 1
-    assert changes[0].startswith("1 non-protein chain left out (1ABC.")
-    (bare,) = read(lines, None)
-    assert (bare.id, bare.sequence) == ("1abc_A", SEQ)
+    assert [notice.split(" (")[0] for notice in changes] == ["1 non-protein chain left out"]
+    assert [bare.sequence for bare in read(lines, None)] == [SEQ]
 
 
 def test_residues_under_a_plddt_lose_their_coordinates(read: Read) -> None:
@@ -118,12 +104,10 @@ def test_residues_under_a_plddt_lose_their_coordinates(read: Read) -> None:
     (found,) = read(lines, {"A": three(SEQ)}, min_plddt=70)
     np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[1, 8]), atol=2e-5)
     assert changes == ["2 residues left without coordinates for a pLDDT under 70 (1abc_A)"]
-    (whole,) = read(lines, {"A": three(SEQ)})
-    assert not np.isnan(whole.cb_L3).any()
 
 
 def test_pdb_and_mmcif_of_one_entry_give_equal_maps(read: Read) -> None:
-    """Everything at once: a gap, alternatives, insertion codes, a modified residue, a ligand, water, two models."""
+    """With a gap, alternatives, insertion codes, a modified residue, water and two models."""
     comps = [*three("MKTAY"), "MSE", *three("IAKQRGGLVNDECHW"), "SEP", *three("FP")]
     lines, missing = list[Line](), [0, 9, 10, 23]
     for x in chain(comps, first=-2, missing=missing):
@@ -149,7 +133,6 @@ def test_pdb_and_mmcif_of_one_entry_give_equal_maps(read: Read) -> None:
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, derandomize=True)
 @given(st.text("ACDEFGHIKLMNPQRSTVWY", min_size=12, max_size=30), st.integers(-50, 9000), st.sets(st.integers(1, 10)))
 def test_residues_without_atoms_keep_their_place(read: Read, sequence: str, first: int, inner: set[int]) -> None:
-    """Whatever the first number. Unresolved ends are left out here, since a repeat would leave them open in PDB."""
     for letters in (sequence, "MAAAAAAAAAAAAAAAK"):
         (found,) = read(chain(letters, first=first, missing=list(inner)[:4]), {"A": three(letters)})
         assert found.sequence == letters
@@ -157,7 +140,6 @@ def test_residues_without_atoms_keep_their_place(read: Read, sequence: str, firs
 
 
 def test_modified_residues(read: Read) -> None:
-    """The parent of SEP is in gemmi's table, and no file has the parent of XYZ."""
     comps = [*three("MKTA"), "MSE", "SEC", "PYL", "ASX", "GLX", "UNK", "SEP", "XYZ", "MSE", *three("GV")]
     for listed in ({"A": comps}, None):
         (found,) = read(chain(comps), listed)
@@ -178,7 +160,6 @@ def test_two_chains(read: Read) -> None:
 
 
 def test_residues_that_differ_from_the_sequence(read: Read) -> None:
-    """A few are counted, many are refused."""
     (found,) = read(chain("MKTAYIAWQRGWLV", missing=[3]), {"A": three(SEQ)})
     assert found.sequence == SEQ
     np.testing.assert_allclose(found.cb_L3, expected_cb(14, missing=[3]), atol=2e-5)
@@ -189,7 +170,7 @@ def test_residues_that_differ_from_the_sequence(read: Read) -> None:
 
 
 def test_a_bond_says_more_than_a_number(tmp_path: Path) -> None:
-    """Numbers skip where the chain does not, as those of antibodies, or jump backwards."""
+    """Residue numbers skip inside a bonded chain, as in antibodies, or jump backwards."""
     for letters, missing, (after, by), listed, unresolved in (
         (SEQ, [], (6, 3), f"GG{SEQ}LL", [0, 1, 16, 17]),
         ("MAAAAAAAAAAAAA", [3], (9, 1), "MAAAAAAAAAAAAAAA", [3, 14, 15]),
@@ -215,7 +196,6 @@ LETTERED = [
 
 
 def test_lines_of_other_programs(tmp_path: Path) -> None:
-    """Serials beyond their columns, numbers in letters after 9,999, missing columns, line ends, and TER."""
     for name, text in (
         ("x.pdb", pdb(chain(SEQ), {"A": three(SEQ)}, serial=99_990)),
         ("x.pdb", re.sub(r"(?m)^(ATOM  ).{5}", r"\1*****", WHOLE)),
@@ -237,39 +217,26 @@ def test_lines_of_other_programs(tmp_path: Path) -> None:
 def test_names_of_chains_and_a_coordinate_that_is_not_there(tmp_path: Path) -> None:
     (found,) = read_chains(write(tmp_path / "model_1.pdb", pdb(chain(SEQ, " "))))
     assert found.id == "model_1"
-    found, other = read_chains(write(tmp_path / "x.ent", pdb(chain(SEQ, "A") + chain(OTHER, "BA"))))
-    assert (found.id, other.id) == ("x_A", "x_BA")
+    found, other = read_chains(write(tmp_path / "Entry.1.PDB", pdb(chain(SEQ, "A") + chain(OTHER, "BA"))))
+    assert (found.id, other.id) == ("entry.1_A", "entry.1_BA")
     first = chain(SEQ)[4]
     text = cif(chain(SEQ), {"A": three(SEQ)}).replace(f"{first.xyz[0]:.3f} {first.xyz[1]:.3f}", "? ?")
     (found,) = read_chains(write(tmp_path / "x.cif", text))
     assert np.flatnonzero(np.isnan(found.cb_L3[:, 0])).tolist() == [1]
 
 
-def alternatives(place: int, *comps: str) -> list[Line]:
-    """A chain with alternative residues at one place, counted on by label_seq_id; the last one is the most frequent."""
-    lines, more = list[Line](), 0
-    for x in chain(SEQ):
-        seq = (x.seq or 0) + more
-        if x.seq != place:
-            lines.append(replace(x, seq=seq))
-            continue
-        for k, comp in enumerate(comps):
-            het = comp == "MSE"
-            of_alternative = {"comp": comp, "alt": "ABC"[k], "occupancy": 0.2 + 0.1 * k, "het": het}
-            lines.append(replace(x, seq=None if het else seq + k, **of_alternative))  # type: ignore[arg-type]
-        more = len(comps) - 1 if x.name == "CB" else 0
-    return lines
-
-
 def test_alternative_residues_at_one_place_are_one_residue(read: Read) -> None:
-    """Without a listed sequence. `MSE` is written as HETATM, without a number."""
-    for place, comps, letter in ((4, ("PRO", "SER", "VAL"), "V"), (4, ("LEU", "MSE"), "M"), (14, ("MSE", "LEU"), "L")):
-        (found,) = read(alternatives(place, *comps))
-        assert found.sequence == SEQ[: place - 1] + letter + SEQ[place:]
+    for at, comps, letter in ((4, ("PRO", "SER", "VAL"), "V"), (4, ("LEU", "MSE"), "M"), (14, ("MSE", "LEU"), "L")):
+        lines = list[Line]()
+        for x in chain(SEQ):
+            seq = (x.seq or 0) + (len(comps) - 1) * ((x.seq or 0) > at)
+            for k, comp in enumerate(comps if seq == at else [x.comp]):
+                line = replace(x, comp=comp, seq=None if comp == "MSE" else seq + k, het=comp == "MSE")
+                lines.append(replace(line, alt="ABC"[k], occupancy=0.2 + 0.1 * k) if seq == at else line)
+        (found,) = read(lines)
+        assert found.sequence == SEQ[: at - 1] + letter + SEQ[at:]
         np.testing.assert_allclose(found.cb_L3, expected_cb(14), atol=2e-3)
 
-
-# Files that are packed, damaged, misnamed or something else
 
 _ATOM = "ATOM      1  N   MET A   1       1.458   "
 
@@ -295,43 +262,22 @@ def test_what_is_no_structure(tmp_path: Path) -> None:
         assert str(raised.value).isprintable()
 
 
-def test_compressed_files(tmp_path: Path) -> None:
-    for kind, text in (("PDB", pdb(chain(SEQ))), ("cif", cif(chain(SEQ), {"A": three(SEQ)}))):
-        packed = gzip.compress(text.encode())
-        path = tmp_path / f"Entry.1.{kind}.gz"
-        path.write_bytes(packed)
-        (found,) = read_chains(path)
-        assert (found.id, found.sequence) == ("entry.1_A", SEQ)
-        for data in (packed[: len(packed) // 2], text.encode()):
-            path.write_bytes(data)
-            with pytest.raises(InputError, match="cannot be read to its end"):
-                read_chains(path)
-
-
-WORDS = ["?", ".", "-1", "99999", "nan", "'", ";", "loop_", "_a.b", "µ"]
-
-
-def damaged(text: str, rng: random.Random) -> bytes:
-    """A text that is cut off, lacks lines, or has another word or other digits in a line."""
-    lines = text.split("\n")
-    k = rng.randrange(len(lines))
-    words = lines[k].split(" ")
-    words[rng.randrange(len(words))] = rng.choice(WORDS)
-    digits = "".join(rng.choice("0123456789") if c.isdigit() and rng.random() < 0.5 else c for c in lines[k])
-    line = rng.choice([" ".join(words), digits, lines[k][: len(digits) // 2]])
-    rest = rng.choice([[], lines[k + 3 :], [line, *lines[k + 1 :]], [line, *lines[k + 1 :]]])
-    return "\n".join([*lines[:k], *rest]).encode("latin-1")
-
-
 def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> None:
-    comps = [*three("MKTAY"), "MSE", *three("IAKQRGGLV")]
+    comps, rng, whole, messages = [*three("MKTAY"), "MSE", *three("IAKQRGGLV")], random.Random(1), 0, list[str]()
     lines = chain(comps, missing=[3]) + water("A", "D")
     texts = {"x.pdb": [pdb(lines, {"A": comps}), pdb(chain(SEQ))], "x.cif": [cif(lines, {"A": comps}), cif(chain(SEQ))]}
-    rng = random.Random(1)
-    whole, messages = 0, list[str]()
     for k in range(160):
         name = ("x.pdb", "x.cif")[k % 2]
-        (tmp_path / name).write_bytes(damaged(rng.choice(texts[name]), rng))
+        rows = rng.choice(texts[name]).split("\n")
+        at = rng.randrange(len(rows))
+        words = rows[at].split(" ")
+        words[rng.randrange(len(words))] = rng.choice(
+            ["?", ".", "-1", "99999", "nan", "'", ";", "loop_", "_a.b", "\xb5"]
+        )
+        digits = "".join(rng.choice("0123456789") if c.isdigit() and rng.random() < 0.5 else c for c in rows[at])
+        row = rng.choice([" ".join(words), digits, rows[at][: len(digits) // 2]])
+        rest = rng.choice([[], rows[at + 3 :], [row, *rows[at + 1 :]], [row, *rows[at + 1 :]]])
+        (tmp_path / name).write_bytes("\n".join([*rows[:at], *rest]).encode("latin-1"))
         try:
             for found in read_chains(tmp_path / name):
                 assert found.cb_L3.shape == (len(found.sequence), 3)
@@ -343,12 +289,8 @@ def test_damaged_files_give_one_sentence_or_a_whole_chain(tmp_path: Path) -> Non
     assert min(whole, len(messages)) > 20
 
 
-# Folders as splits
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Three entries: one with a gap, two chains of which one is a copy, one compressed."""
     path = tmp_path / "set"
     path.mkdir()
     (path / "2abc.pdb").write_text(pdb(chain(SEQ, missing=[4]), {"A": three(SEQ)}))
@@ -358,42 +300,44 @@ def folder(tmp_path: Path) -> Path:
     return path
 
 
-def write_split(folder: Path) -> tuple[Path, list[str]]:
-    fasta = folder.parent / "out.fasta"
-    return fasta, to_split(folder, fasta, fasta.with_suffix(".npz"))
-
-
-def ids(fasta: Path) -> list[str]:
-    return [line[1:] for line in fasta.read_text().splitlines() if line.startswith(">")]
+def split(source: Path, **options: str) -> tuple[dict[str, str], dict[str, np.ndarray], list[str]]:
+    """Return sequences and coordinates in 0.1 A by id, and the notices."""
+    fasta, npz = source.parent / "out.fasta", source.parent / "out.npz"
+    said = to_split(source, fasta, npz, **options)
+    with np.load(npz) as file:
+        assert set(file.files) == {"names", "seqs", "offsets", "cb_dA"}
+        ends = file["offsets"]
+        rows = {str(name): file["cb_dA"][ends[k] : ends[k + 1]] for k, name in enumerate(file["names"])}
+        sequences = {str(name): str(sequence) for name, sequence in zip(file["names"], file["seqs"], strict=True)}
+    assert fasta.read_text() == "".join(f">{name}\n{sequence}\n" for name, sequence in sequences.items())
+    fasta.unlink()
+    npz.unlink()
+    return sequences, rows, said
 
 
 def test_the_pair_of_files(folder: Path) -> None:
     (folder / "inner").mkdir()
     for name in ("inner/9abc.pdb", "README.md", "a.fasta", "._2abc.pdb", "list\x1b.txt"):
         (folder / name).write_text("x")
-    fasta, said = write_split(folder)
+    sequences, rows, said = split(folder)
+    assert list(sequences.items()) == [
+        *(("1abc_A", OTHER), ("1abc_C", THIRD), ("2abc_A", SEQ), ("3abc_X", THIRD[1:-1])),
+    ]
     assert [notice.split(" not read")[0] for notice in said[:2]] == ["4 files", "1 inner folder"]
-    assert fasta.read_text() == f">1abc_A\n{OTHER}\n>1abc_C\n{THIRD}\n>2abc_A\n{SEQ}\n>3abc_X\n{THIRD[1:-1]}\n"
     assert [notice.split()[-1] for notice in said[2:]] == ["(1abc_B)", "(3abc_X)"]
-    with np.load(fasta.with_suffix(".npz"), allow_pickle=False) as file:
-        assert set(file.files) == {"names", "seqs", "offsets", "cb_dA"}
-        names, seqs, offsets, cb_dA = (file[name] for name in ("names", "seqs", "offsets", "cb_dA"))
-    assert names.tolist() == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
-    assert seqs.tolist() == [OTHER, THIRD, SEQ, THIRD[1:-1]]
-    assert offsets.tolist() == [0, 12, 24, 38, 48]
-    assert (offsets.dtype, cb_dA.dtype, cb_dA.shape) == (np.int32, np.uint16, (48, 3))
-    assert (cb_dA[24 + 4] == UNRESOLVED).all()
+    assert [(cb.dtype, len(cb)) for cb in rows.values()] == [(np.uint16, n) for n in (12, 12, 14, 10)]
+    assert (rows["2abc_A"][4] == UNRESOLVED).all()
     cb = expected_cb(12)
-    for rows in (cb_dA[:12], cb_dA[12:24]):  # each chain from its own corner, wherever it lies
-        np.testing.assert_allclose(rows / 10, cb - cb.min(0), atol=0.0501)
-        assert rows.min(0).tolist() == [0, 0, 0]
-    assert sorted(p.name for p in folder.parent.iterdir()) == ["out.fasta", "out.npz", "set"]
+    for name in ("1abc_A", "1abc_C"):  # each chain begins at 0 on each axis, wherever it lies
+        np.testing.assert_allclose(rows[name] / 10, cb - cb.min(0), atol=0.0501)
+        assert rows[name].min(0).tolist() == [0, 0, 0]
+    assert sorted(p.name for p in folder.parent.iterdir()) == ["set"]
 
 
 def test_what_cannot_be_written_is_refused_and_nothing_is_left_or_written_over(folder: Path, tmp_path: Path) -> None:
     def refused(token: str, kind: type[Exception] = InputError) -> None:
         with pytest.raises(kind, match=token) as raised:
-            write_split(folder)
+            split(folder)
         assert "\n" not in str(raised.value)
 
     for name in ("out.fasta", "out.npz"):
@@ -418,27 +362,16 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left_or_written_over(f
         to_split(tmp_path / "none", tmp_path / "out.fasta", tmp_path / "out.npz")
 
 
-@pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Path]:
-    """Sources that were read, one entry a time."""
+def test_a_folder_is_read_once_and_again_after_a_change(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ESMSHARD_CACHE", str(tmp_path / "cache"))
-    done: list[Path] = []
-    monkeypatch.setattr(structure_folder, "to_split", lambda *a, **k: (done.append(a[0]), to_split(*a, **k))[1])
-    return done
-
-
-def test_a_folder_is_read_once_and_again_after_damage_or_a_change(folder: Path, reads: list[Path]) -> None:
+    reads: list[Path] = []
+    monkeypatch.setattr(structure_folder, "to_split", lambda *a, **k: (reads.append(a[0]), to_split(*a, **k))[1])
     fasta = cached_split(folder)
-    npz, manifest = fasta.with_suffix(".npz"), fasta.parent / "manifest.json"
     assert notices(fasta)[0].endswith("(1abc_B)")
     assert cached_split(folder) == cached_split(Path(f"{folder}/../set")) == fasta
     assert len(reads) == 1
-    for damage in (fasta.unlink, lambda: npz.write_bytes(npz.read_bytes()[:-1]), lambda: manifest.write_text("[1]")):
-        damage()
-        assert cached_split(folder) == fasta
-        assert ids(fasta) == ["1abc_A", "1abc_C", "2abc_A", "3abc_X"]
-        assert np.load(npz)["cb_dA"].shape == (48, 3)
-    assert len(reads) == 4
     seen = {fasta}
     for change in (
         lambda: os.utime(folder / "2abc.pdb", ns=(1, 1)),
@@ -447,15 +380,11 @@ def test_a_folder_is_read_once_and_again_after_damage_or_a_change(folder: Path, 
     ):
         change()
         seen.add(cached_split(folder))
-    assert len(reads) - 3 == len(seen) == 4
-
-
-# Records of several chains
+    assert len(reads) == len(seen) == 4
 
 
 @pytest.fixture
 def complexes(tmp_path: Path) -> Path:
-    """A dimer of two proteins with a peptide and DNA, a dimer of one protein twice, and a monomer."""
     path = tmp_path / "set"
     path.mkdir()
     lines = chain(SEQ, "A", missing=[3]) + chain(OTHER, "B", shift=4) + chain(SHORT, "P", shift=30) + nucleic("D")
@@ -467,23 +396,8 @@ def complexes(tmp_path: Path) -> Path:
     return path
 
 
-def split(source: Path, chains: str) -> tuple[dict[str, str], dict[str, np.ndarray], list[str]]:
-    """Sequences and coordinates in 0.1 A by id, and what was said."""
-    fasta, npz = source.parent / "out.fasta", source.parent / "out.npz"
-    said = to_split(source, fasta, npz, complexes=chains)
-    with np.load(npz) as file:
-        ends = file["offsets"]
-        rows = {str(name): file["cb_dA"][ends[k] : ends[k + 1]] for k, name in enumerate(file["names"])}
-        sequences = {str(name): str(sequence) for name, sequence in zip(file["names"], file["seqs"], strict=True)}
-    assert fasta.read_text() == "".join(f">{name}\n{sequence}\n" for name, sequence in sequences.items())
-    fasta.unlink()
-    npz.unlink()
-    return sequences, rows, said
-
-
 def test_records_of_several_chains(complexes: Path) -> None:
-    """Peptides and second copies belong to a complex, DNA does not. Joined chains are shifted together."""
-    sequences, rows, said = split(complexes, "all")
+    sequences, rows, said = split(complexes, complexes="all")
     joined = {"1abc_A:B:P": f"{SEQ}:{OTHER}:{SHORT}", "2abc_model_H:L": f"{SEQ}:{SEQ}", "3abc_A": OTHER}
     assert sequences == joined
     assert {name: len(cb) for name, cb in rows.items()} == {"1abc_A:B:P": 31, "2abc_model_H:L": 28, "3abc_A": 12}
@@ -497,10 +411,9 @@ def test_records_of_several_chains(complexes: Path) -> None:
 
 
 def test_a_list_names_the_records(complexes: Path) -> None:
-    """The longest name of a file counts. Other files are not read."""
     (complexes / "3abc.pdb").write_text("<html>")
     path = write(complexes.parent / "pairs.txt", "# my pairs\n\n1ABC_B:A\n2abc_model_H:L\n9xyz_A:B\n8xyz_A:B\n")
-    sequences, _, said = split(complexes, str(path))
+    sequences, _, said = split(complexes, complexes=str(path))
     assert sequences == {"1abc_B:A": f"{OTHER}:{SEQ}", "2abc_model_H:L": f"{SEQ}:{SEQ}"}
     assert any(notice.startswith("2 records of pairs.txt") for notice in said)
     for text, token in (
@@ -508,11 +421,11 @@ def test_a_list_names_the_records(complexes: Path) -> None:
         ("1abc_A:\n", r"pairs\.txt:1: '1abc_A:'"),
         ("1abc_A:B\n\n1abc_A:B\n", r"pairs\.txt:3: '1abc_A:B'"),
         ("1abc_A:A\n", r"pairs\.txt:1: '1abc_A:A' has a chain twice"),
-        ("7abc_A:B\n", r"pairs\.txt: has no record of 3 structure files"),
+        ("7abc_A:B\n", r"pairs\.txt: has no record from 3 structure files"),
         ("1abc_A:D\n", r"1ABC\.cif: has no protein chain 'D'; it has A, B, P"),
     ):
         with pytest.raises(InputError, match=token):
-            split(complexes, str(write(path, text)))
+            split(complexes, complexes=str(write(path, text)))
 
 
 def test_molecules_that_share_a_chain_name_cannot_be_joined(tmp_path: Path) -> None:

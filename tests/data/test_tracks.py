@@ -8,19 +8,9 @@ import pytest
 from in_memory import InMemory
 from structure_texts import OTHER, SEQ, backbone, chain, cif, pdb, three
 
+from esmshard.data import tracks as track_reader
 from esmshard.data.batching.loader import Examples, Long
-from esmshard.data.tracks import (
-    RecordTracks,
-    TrackFile,
-    cached_track,
-    entries,
-    named_tracks,
-    protein_tracks,
-    record_tracks,
-    track_files,
-    values_of,
-    with_paths,
-)
+from esmshard.data.tracks import RecordTracks, TrackFile, record_tracks, values_of
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
@@ -28,7 +18,6 @@ from esmshard.vocab import Track, decode
 
 LETTERS = Track("turns", "letters of turns", "letters", unknown=3, letters="hec")
 CODES = Track("words", "words of structure", "codes", unknown=500, n_codes=500)
-INSIDE_DATA = Path("inside")
 PLACES = Track("atoms", "coordinates", "coordinates", unknown=float("nan"))
 
 
@@ -37,7 +26,7 @@ def refusal(*parts: str) -> str:
 
 
 def read(track: Track, source: Path, *records: str, edits: Edits | None = None) -> dict[int, np.ndarray]:
-    return dict(entries(track, source, InMemory(*records), edits or Edits()))
+    return dict(track_reader.entries(track, source, InMemory(*records), edits or Edits()))
 
 
 def test_letters_are_numbered_in_either_case_and_codes_are_arrays_by_id(tmp_path: Path) -> None:
@@ -78,12 +67,8 @@ def test_wrong_letters_and_codes_are_refused(tmp_path: Path) -> None:
         values_of(LETTERS, 3, "x")
 
 
-# Coordinates
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An entry of two chains, one of which lacks a residue; a predicted structure; a file of no record."""
     out = tmp_path / "structures"
     out.mkdir()
     lines = [*chain(SEQ, "A", missing=[2]), *chain(OTHER, "B")]
@@ -120,9 +105,6 @@ def test_chains_that_fit_no_record_are_refused_and_other_residues_are_counted(fo
             read(PLACES, folder, record)
 
 
-# Beside a token store
-
-
 @pytest.fixture
 def store(tmp_path: Path) -> TokenStore:
     fasta = tmp_path / "records.fasta"
@@ -131,7 +113,7 @@ def store(tmp_path: Path) -> TokenStore:
 
 
 def letters_of(sequence: str) -> str:
-    """A letter for each residue that follows from the residue, so that a shifted track is seen."""
+    """A letter for each residue that depends on the residue, so that a shifted track is seen."""
     return "".join("hec"[ord(letter) % 3] for letter in sequence)
 
 
@@ -142,7 +124,6 @@ def aligned(tokens: np.ndarray, values: np.ndarray) -> bool:
 
 @pytest.fixture
 def tracks(store: TokenStore, tmp_path: Path) -> RecordTracks:
-    """Letters of `c` and `a`, codes of `b`."""
     text = "".join(f">{store.id(n)}\n{letters_of(decode(store.residues(n)))}\n" for n in (2, 0))
     (tmp_path / "turns.fasta").write_text(text)
     np.savez(tmp_path / "words.npz", b=np.array([7, 500, 300, 0]))
@@ -182,9 +163,9 @@ def test_an_altered_copy_and_a_changed_source_are_read_again(store: TokenStore, 
     source = tmp_path / "letters.fasta"
     source.write_text("".join(f">{store.id(n)}\n{'h' * int(store.lengths[n])}\n" for n in range(len(store))))
     for name in ("values.npy", "known.npy", "manifest.json"):
-        path = cached_track(LETTERS, source, store).path / name
+        path = track_reader.cached_track(LETTERS, source, store).path / name
         path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-        again = cached_track(LETTERS, source, store)
+        again = track_reader.cached_track(LETTERS, source, store)
         assert set(again[len(store) - 1].tolist()) == {0}
         assert again.known_N.tolist() == store.lengths.tolist()
     before = record_tracks([TrackFile(LETTERS, source)], store)
@@ -198,7 +179,7 @@ def test_a_source_that_does_not_fit_the_records_is_refused(store: TokenStore, tm
     (tmp_path / "x.fasta").write_text(">other\nhh\n")
     (tmp_path / "complex.fasta").write_text(">other\nMK:TA\n")
     for source, records, token in (
-        ("x.fasta", store, "x.fasta: has letters of turns of none of the 3 records (a, b, c)"),
+        ("x.fasta", store, "x.fasta: has no letters of turns for any of 3 records (a, b, c)"),
         ("nowhere.fasta", store, "nowhere.fasta: no such file"),
         ("x.fasta", cached(tmp_path / "complex.fasta"), "several chains"),
     ):
@@ -209,36 +190,33 @@ def test_a_source_that_does_not_fit_the_records_is_refused(store: TokenStore, tm
 def test_the_tracks_of_one_protein_are_those_of_its_id(tmp_path: Path) -> None:
     (tmp_path / "wt.fasta").write_text(">wt\nMKTV\n")
     (tmp_path / "turns.fasta").write_text(">other\nh\n>wt\nhecc\n")
-    found = protein_tracks([TrackFile(LETTERS, tmp_path / "turns.fasta")], tmp_path / "wt.fasta")
+    found = track_reader.protein_tracks([TrackFile(LETTERS, tmp_path / "turns.fasta")], tmp_path / "wt.fasta")
     assert found.get(17, slice(1, 3))["turns"].tolist() == [3, 1, 2, 3]
     (notice,) = found.notices(np.arange(9))
     assert notice.startswith("letters of turns of 4 of 4 residues of the wild type, from ")
 
 
-# Names
-
-
 def test_a_track_that_the_model_does_not_take_is_refused() -> None:
     named = {"turns": "inside", "atoms": "/x", "words": "~/x.npz"}
-    found = track_files(named, [LETTERS, PLACES, CODES], "m", "--track ")
-    assert [file.path for file in found] == [INSIDE_DATA, Path("/x"), Path.home() / "x.npz"]
+    found = track_reader.track_files(named, [LETTERS, PLACES, CODES], "m", "--track ")
+    assert [file.path for file in found] == [Path("inside"), Path("/x"), Path.home() / "x.npz"]
     assert [file.track for file in found] == [LETTERS, PLACES, CODES]
     with pytest.raises(UsageError, match=refusal("--track trns: m takes no such track", "turns (letters of turns)")):
-        track_files({"trns": "x"}, [LETTERS, PLACES], "m", "--track ")
+        track_reader.track_files({"trns": "x"}, [LETTERS, PLACES], "m", "--track ")
     with pytest.raises(UsageError, match=refusal("data.tracks.turns: m reads the sequence alone")):
-        track_files({"turns": "x"}, [], "m", "data.tracks.")
-    assert named_tracks(["a=x=y", "b=inside"]) == {"a": "x=y", "b": "inside"}
+        track_reader.track_files({"turns": "x"}, [], "m", "data.tracks.")
+    assert track_reader.named_tracks(["a=x=y", "b=inside"]) == {"a": "x=y", "b": "inside"}
     for options in (["a"], ["=x"], ["a="], ["a=x", "a=y"]):
         with pytest.raises(UsageError, match="--track"):
-            named_tracks(options)
+            track_reader.named_tracks(options)
 
 
 def test_tracks_inside_the_data(tmp_path: Path, folder: Path) -> None:
-    given = [TrackFile(PLACES, INSIDE_DATA), TrackFile(CODES, Path("words.npz"))]
-    assert with_paths(folder, given) == [TrackFile(PLACES, folder), TrackFile(CODES, Path("words.npz"))]
+    given = [TrackFile(PLACES, Path("inside")), TrackFile(CODES, Path("words.npz"))]
+    assert track_reader.with_paths(folder, given) == [TrackFile(PLACES, folder), TrackFile(CODES, Path("words.npz"))]
     for path, track, said in (
         (tmp_path / "x.fasta", PLACES, "x.fasta: has no coordinates inside"),
         (folder, LETTERS, "structures: has no letters of turns inside"),
     ):
         with pytest.raises(InputError, match=refusal(said)):
-            with_paths(path, [TrackFile(track, INSIDE_DATA)])
+            track_reader.with_paths(path, [TrackFile(track, Path("inside"))])

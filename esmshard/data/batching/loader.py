@@ -1,4 +1,4 @@
-"""The examples of a data set: records with labels and tracks. Long records are cropped as the recipe says."""
+"""Makes the examples of a data set: records with labels and tracks, cropped as the recipe says."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -19,10 +19,10 @@ from esmshard.vocab import CLS, EOS, chain_spans, is_residue
 Long = Literal["crop", "window", "full", "skip", "error"]
 
 FIXED = "fixed"
-"""The value of the field `Example.draw` (random seed) outside training."""
+"""The random seed `Example.draw` outside training."""
 SEEN = "seen_in_training.txt"
-"""The file in a model directory with the ids of the training and validation records, one id per line. A prediction for
-such a record is no test of the model.
+"""The file of a model directory with the ids of training and validation records, one per line. A prediction for such a
+record is no test of the model.
 """
 
 
@@ -31,7 +31,7 @@ class Labels(Protocol):
 
     @property
     def per_residue(self) -> bool:
-        """Whether arrays have one entry per residue, [L, ...]. Such arrays are cropped together with the sequence."""
+        """Whether arrays have a value for each residue, [L, ...], and are cropped together with the sequence."""
 
     @property
     def labelled_N(self) -> npt.NDArray[np.bool_] | None:
@@ -41,17 +41,17 @@ class Labels(Protocol):
 
 
 class Store(Protocol):
-    """A store of records. Examples are the classes `TokenStore` and `VariantRecords`."""
+    """A store of N records, such as a `TokenStore` or `VariantRecords`."""
 
     notices: list[str]
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """The number of residues of each of N records, int32 [N]."""
+        """The number of residues of each record, int32 [N]."""
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Facts about the store by name. The fact `residues` is the total number of residues."""
+        """Facts about the store by name: `residues` is the total number of residues."""
 
     @property
     def digest(self) -> str:
@@ -63,40 +63,38 @@ class Store(Protocol):
         """Return the id of record n."""
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the tokens of the L residues of record n, uint8 [L]."""
+        """Return the residues of record n as tokens, uint8 [L]."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens, labels and tracks of one record, or of a part of one record. A task reads such examples."""
+    """The tokens, labels and tracks of a record or of a part of a record, as tasks read them."""
 
     id: str
     tokens: npt.NDArray[np.uint8]
     """The tokens `<cls>`, L residues and `<eos>`, uint8 [L + 2]."""
     labels: Mapping[str, npt.NDArray[Any]]
-    """The label arrays by name. An array belongs to the whole protein, or has a value for each residue, [L, ...]."""
+    """The label arrays by name, for the whole protein or for each residue, [L, ...]."""
     draw: str = FIXED
-    """The random seed of the example: the text `SEED:EPOCH` in training, and the constant FIXED otherwise. Random
-    choices depend on this text and on the id.
-    """
+    """The random seed, `SEED:EPOCH` in training and FIXED otherwise. Random choices depend on seed and id."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """The track values of all tokens, [L + 2, ...], by the name of the track (`esmshard.vocab.Track`)."""
+    """The track values of all tokens, [L + 2, ...], by track name."""
 
 
 class Examples:
-    """The E examples of a data set. An example is a whole record, or a crop or window of a long record.
+    """The E examples of a data set. An example is a record, or a crop or window of a long record.
 
     Args:
         name: the name of the set for messages, such as `train`.
-        path: the path of the file of records, for messages.
+        path: the file of the records, for messages.
         store: the N records of the file.
         labels: the labels of the N records; None if there are no labels.
         long: how records with more than `max_length` residues are treated; see the recipe key `data.long`.
-        max_length: the maximum number of residues of an example; None keeps every record whole.
+        max_length: the maximum number of residues of an example; None means no limit.
         seed: the random seed of the recipe. Crops depend on seed, epoch and id, never on rank or batch.
-        members_N: whether each record belongs to the set, bool [N]; by default all records belong to it.
+        members_N: whether each record belongs to the set, bool [N]; by default true for all records.
         digest: a hash of the sequences, their order and `members_N`; by default the digest of the store.
-        apart: whether the model reads each chain of a record as its own sequence. `max_length` then limits each chain.
+        apart: whether the model reads each chain of a record as a separate sequence. Then `max_length` limits chains.
 
     Raises:
         InputError: a record is longer than `max_length` and `long` is `error`; or linkers leave no room for chains; or
@@ -121,53 +119,51 @@ class Examples:
         self._digest = digest
         about_records = [notice for notice in store.notices if not (apart and notice.startswith(JOINED))]
         self.notices = [*about_records, *getattr(labels, "notices", ())]
-        """Sentences about records and labels that were changed or left out."""
+        """Sentences about changed or left-out records and labels."""
         self.labels = labels
-        """The labels of all records of the store; None if there are no labels."""
         self.tracks: RecordTracks | None = None
-        """The tracks of all records of the store; None before the method `add_tracks` is called."""
         self._seed = seed
         self._long: Long = "full"
-        self._most = 0  # the maximum length of a crop or window; 0 if no record is cut
+        self._max_length = 0  # the maximum length of a crop or window; 0 if no record is cut
         self._chained = linker_of(store.manifest) is not None
         longest_N, tokens_N = _of_chains(store) if apart else (store.lengths, None)
         taken_N = np.ones(len(store), dtype=np.bool_) if members_N is None else members_N
         if labels is not None and labels.labelled_N is not None:
             taken_N = taken_N & labels.labelled_N
-        # The record number and window number of each of E examples. A range and a broadcast number need little memory.
+        # The record and window of each example. A range and a broadcast number need little memory.
         self._record_E: range | npt.NDArray[np.int64] = range(len(store))
         length_E: npt.NDArray[np.int32] = longest_N
         if not taken_N.all():
             self._record_E = np.flatnonzero(taken_N)
             length_E = longest_N[self._record_E]
             if not len(length_E):
-                raise InputError(f"{path}: {name} has no labelled record; give it labels, or another file")
+                raise InputError(f"{path}: no {name} record has a label; add labels, or choose another file")
         self._window_E: npt.NDArray[np.int64] = np.broadcast_to(np.int64(0), len(length_E))
         if max_length is not None and long != "full" and int(length_E.max()) > max_length:
             length_E = self._shorten(long, max_length, length_E)
         self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
-        """The number of tokens of each of E examples after cropping, with `<cls>` and `<eos>`, int32 [E]."""
+        """The number of tokens of each example after cropping, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
-        """The number of additional tokens in every micro-batch. For variants, these are the wild type's tokens."""
+        """The number of additional tokens in every micro-batch: for variants, the tokens of the wild type."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def digest(self) -> str:
-        """A hash of the sequences, their order, their tracks, and the choice of records."""
+        """A hash of the chosen records, their order and their tracks."""
         digest = self._digest or self.store.digest
         if self.tracks is None:
             return digest
         return hashlib.sha256(f"{digest} {self.tracks.digest}".encode()).hexdigest()
 
     def add_tracks(self, tracks: RecordTracks) -> None:
-        """Add tracks to all examples, and add notices about these tracks."""
+        """Add tracks to all examples, and notices about them."""
         self.tracks = tracks
         self.notices += tracks.notices(np.unique(self._record_E))
 
     def get(self, n: int, epoch: int | None = None) -> Example:
-        """Return example n of an epoch. Without an epoch, records that would be cropped at random stay whole.
+        """Return example n of an epoch. Without an epoch, records are not cropped at random.
 
         A crop or window begins with `<cls>` and ends with `<eos>`, even inside the protein.
         """
@@ -191,7 +187,7 @@ class Examples:
         return Example(record_id, tokens, labels, FIXED if epoch is None else draw, tracks)
 
     def id(self, n: int) -> str:
-        """Return the id of example n. The id of a window ends with its range of residues, such as `P01308/1-30`."""
+        """Return the id of example n, with a range of residues for a window: `P01308/1-30`."""
         record = int(self._record_E[n])
         record_id = self.store.id(record)
         windows = self._windows(record) if self._long == "window" else None
@@ -200,54 +196,53 @@ class Examples:
         return f"{record_id}/{windows.name(windows.spread(int(self._window_E[n])))}"
 
     def length(self, n: int) -> int:
-        """Return the number of residues in the whole record that example n is from. Linkers are not counted."""
+        """Return the number of residues in the uncropped record of example n, without linkers."""
         record = int(self._record_E[n])
         return int(is_residue(self.store.residues(record)).sum() if self._chained else self.store.lengths[record])
 
     def whole(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the tokens of the whole record that example n is from, uint8 [L], without `<cls>` and `<eos>`."""
+        """Return the tokens of the uncropped record of example n, uint8 [L], without `<cls>` and `<eos>`."""
         return self.store.residues(int(self._record_E[n]))
 
     def blocks(self) -> npt.NDArray[np.int64] | None:
-        """Return a block number for each example, int64 [E]; None if all examples are independent. Examples in the same
-        block, such as variants that change the same positions, are not independent.
+        """Return a block number for each example, int64 [E]; None if all examples are independent. Variants that change
+        the same positions are in one block.
         """
         block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
         return None if block_N is None else block_N[self._record_E]
 
     def _windows(self, record: int) -> ChainWindows | None:
-        """Return the windows of a record; None if the whole record fits into one window, or if no record is cut."""
-        if not self._most or (length := int(self.store.lengths[record])) <= self._most:
+        """Return the windows of a record; None if the record is not cut."""
+        if not self._max_length or (length := int(self.store.lengths[record])) <= self._max_length:
             return None
         if self._chained:
-            return chain_windows(self.store.residues(record), self._most)
-        return ChainWindows(((0, length),), (self._most,))
+            return chain_windows(self.store.residues(record), self._max_length)
+        return ChainWindows(((0, length),), (self._max_length,))
 
-    def _shorten(self, long: Long, most: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Treat records over `most` residues as `long` says. Return the length of each of E examples, int32 [E]."""
-        over = np.flatnonzero(lengths > most)
+    def _shorten(self, long: Long, max_length: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Shorten records over `max_length` residues. Return the length of each example, int32 [E]."""
+        over = np.flatnonzero(lengths > max_length)
         first = self.store.id(int(self._record_E[over[0]]))
         if long == "error":
             raise InputError(
-                f"{self.path}: record '{shown(first)}' has {lengths[over[0]]:,} residues, data.max_length is {most:,}; "
-                "raise it, or set data.long to crop, window, full or skip"
+                f"{self.path}: record '{shown(first)}' has {lengths[over[0]]:,} residues, data.max_length is "
+                f"{max_length:,}; raise data.max_length, or set data.long to crop, window, full or skip"
             )
         record_E = np.asarray(self._record_E)
-        count = f"{len(over):,} record{'s' if len(over) > 1 else ''} over {most:,} residues"
+        count = f"{len(over):,} record{'s' if len(over) > 1 else ''} over {max_length:,} residues"
         more = ", ..." if len(over) > 1 else ""
         if long == "skip":
             if len(over) == len(lengths):
-                raise InputError(f"{self.path}: every record is longer than data.max_length, {most:,}; raise it")
+                raise InputError(f"{self.path}: every record is longer than {max_length:,}; raise data.max_length")
             self.notices.append(f"{count} left out ({shown(first)}{more})")
-            self._record_E = record_E[lengths <= most]
+            self._record_E = record_E[lengths <= max_length]
             self._window_E = self._window_E[: len(self._record_E)]
-            return lengths[lengths <= most]
-        self._long, self._most = long, most
-        # Each record gets the smallest number of windows that cover all its residues.
-        windows = -(-lengths.astype(np.int64) // most)
+            return lengths[lengths <= max_length]
+        self._long, self._max_length = long, max_length
+        windows = -(-lengths.astype(np.int64) // max_length)
         for k in over.tolist() if self._chained else ():
             try:
-                windows[k] = chain_windows(self.store.residues(int(record_E[k])), most).count
+                windows[k] = chain_windows(self.store.residues(int(record_E[k])), max_length).count
             except InputError as error:  # The linkers leave no room for the chains.
                 name = shown(self.store.id(int(record_E[k])))
                 raise InputError(f"{self.path}: record '{name}': data.max_length: {error}") from None
@@ -256,20 +251,19 @@ class Examples:
             self._window_E = np.arange(windows.sum()) - np.repeat(np.cumsum(windows) - windows, windows)
             self.notices.append(f"{count} cut into {int(windows[over].sum()):,} windows ({shown(first)}{more})")
             lengths = np.repeat(lengths, windows)
-        return np.minimum(lengths, most)
+        return np.minimum(lengths, max_length)
 
 
 def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return the length of the longest chain of each record, and the number of tokens of all its chains, int32 [N]."""
+    """Return for each record the length of its longest chain, and the total token number of its chains, int32 [N]."""
     chains = [[end - start for start, end in chain_spans(store.residues(n))] for n in range(len(store))]
     tokens = [sum(lengths) + 2 * len(lengths) for lengths in chains]
     return np.array(list(map(max, chains)), dtype=np.int32), np.array(tokens, dtype=np.int32)
 
 
 def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[bytes, str]:
-    """Return a dict from a hash of each example in `batches` to the example's id. Dummy micro-batches are left out.
-
-    The hash covers the number, the id and the tokens of the example. So two records with one sequence have two hashes.
+    """Return the id of each example in `batches` by a hash of its number, id and tokens. Dummy micro-batches are left
+    out.
     """
     id_of: dict[bytes, str] = {}
     for n in (n for batch in batches if not batch.is_dummy for n in batch.records):

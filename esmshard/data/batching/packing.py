@@ -1,15 +1,14 @@
-"""Plans which records each optimizer step has, and divides the records of each step into micro-batches for the ranks.
+"""Plans the records of each optimizer step, and divides each step into micro-batches for the ranks.
 
-The plan depends only on the lengths, the seed, the epoch, the rank and the world size. So one process can compute the
-plans of all ranks.
+The plan depends only on lengths, seed, epoch, rank and world size, so each process can compute the plans of all ranks.
 
-The records of an epoch are shuffled and divided into windows of 64 steps or more (one window if the epoch is shorter).
-All windows have the same mix of lengths. Inside a window, the records are combined into steps with nearly equal numbers
-of tokens. A step has at most `global_tokens` tokens, unless a single record is longer. For W ranks with m micro-batches
-each, the records of a step are then assigned to W x m bins with nearly equal numbers of tokens. No bin may exceed
-`tokens_per_rank`, and m is the smallest number for which such an assignment is found. The records of a step never
-depend on W. The assignment balances tokens, not the cost of attention. Long records are assigned first, so all bins
-have a similar mix of lengths.
+1. The records of an epoch are shuffled and divided into windows of 64 steps or more (fewer in a shorter epoch). All
+   windows have the same mix of lengths.
+2. The records of a window are divided into steps with nearly equal numbers of tokens. A step has at most
+   `global_tokens` tokens, unless it is a single longer record. The steps do not depend on the number of ranks.
+3. For W ranks, the records of a step are assigned to W x m bins (micro-batches) with nearly equal numbers of tokens,
+   at most `tokens_per_rank`. The number m is the smallest for which an assignment is found. Tokens are balanced, not
+   the cost of attention. But long records are assigned first, so the mix of lengths is similar in all bins.
 """
 
 from bisect import bisect_right
@@ -25,24 +24,22 @@ from esmshard.errors import InputError
 Integers = npt.NDArray[np.int64]
 
 WINDOW = 64
-"""The minimum number of steps in a window, unless the whole epoch has fewer steps. To start at any step, a plan
-computes only the window that has this step.
-"""
+"""The minimum number of steps in a window, unless the epoch has fewer steps. A resumed run computes a single window."""
 SCORED_TOKENS = 4096
-"""The maximum number of tokens in a batch of the final evaluation. A batch with more tokens has a single record."""
+"""The maximum number of tokens in a batch of the final evaluation, unless the batch is a single longer record."""
 SLACK = 160
-"""On average, at least 1 / SLACK of a step is empty. Without this room, the records of a step would fit only if all
-ranks got exactly equal numbers of tokens. A test had 3,000 steps of 50 proteins and 16,384 tokens. With this SLACK, all
-steps fit 4 ranks of 4,096 tokens, and 99.9% of the steps fit 8 ranks of 2,048 tokens.
+"""On average, at least 1 / SLACK of a step is empty. A full step would fit only if all ranks got exactly equal numbers
+of tokens. In a test with 3,000 steps of 50 proteins and 16,384 tokens, all steps fit 4 ranks of 4,096 tokens, and 99.9%
+fit 8 ranks of 2,048 tokens.
 """
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The records that one rank sends through the model together.
+    """The records that a rank sends through the model together.
 
-    Every rank must take part in the collective operations of every forward pass. So a rank without records computes a
-    dummy micro-batch: a repeated record that does not count in loss or metrics.
+    All ranks must take part in the collective operations of a forward pass. So a rank without records computes a dummy:
+    a repeated record that does not count in loss or metrics.
     """
 
     records: tuple[int, ...]
@@ -52,16 +49,15 @@ class MicroBatch:
 class StepPlan:
     """The plan of training: the epoch and the records of each optimizer step.
 
-    Every epoch has every record once. Each epoch combines the records in another way and order. The number of steps
-    of an epoch depends only on `lengths` and `global_tokens`. No step is empty. No step exceeds `global_tokens`, except
-    a step with a single longer record. To begin an epoch, all records are shuffled and sorted (1.4 seconds for 6
-    million records on one core). To begin another window of this epoch takes milliseconds. Memory is about 16 bytes per
-    record at the peak, and 6 bytes per record otherwise.
+    Every epoch has every record once, in other combinations and another order. The number of steps of an epoch depends
+    only on `lengths` and `global_tokens`. No step is empty. No step exceeds `global_tokens`, except a step with a
+    single longer record. An epoch starts with shuffling and sorting (1.4 seconds for 6 million records on one core); a
+    window of the epoch starts in milliseconds. Memory is 6 bytes per record, and about 16 bytes at the peak.
 
-    Records are sorted by length and cut into groups of W records, where W is the number of windows. Each window gets
-    one record of each group, by a random choice for each group. So the k-th longest record of a window is never longer
-    than the longest record of the k-th group. First-fit decreasing assigns the longest record of each group to steps.
-    Since these records fit, the records of every window of every epoch fit too.
+    For W windows, records are sorted by length and cut into groups of W records. Each window gets a random record of
+    each group. So the k-th longest record of a window is never longer than the longest record of the k-th group.
+    First-fit decreasing assigns the longest record of each group to a step. Since these records fit into the steps, the
+    records of every window of every epoch fit too.
 
     Args:
         lengths: the number of tokens of each record after cropping, with `<cls>` and `<eos>`, integers [N], N > 0.
@@ -79,7 +75,7 @@ class StepPlan:
         total, count = int(lengths.sum(dtype=np.int64)), len(lengths)
         wanted = max(-(-total * SLACK // (global_tokens * (SLACK - 1))), fewest_bins(lengths, global_tokens))
         self._lengths = lengths.astype(np.min_scalar_type(int(lengths.max())))
-        self._seed, self._most = seed, global_tokens
+        self._seed, self._max_tokens = seed, global_tokens
         self._n_windows, steps, self._pattern = _windows(
             np.sort(self._lengths)[::-1], min(count, wanted), global_tokens
         )
@@ -91,11 +87,11 @@ class StepPlan:
         self._epoch, self._window = -1, -1
 
     def step(self, number: int) -> tuple[int, Integers]:
-        """Return the epoch and the record numbers (int64) of a step. Steps are counted from 0 through all epochs."""
+        """Return the epoch and the record numbers of a step. Steps are counted from 0 through all epochs."""
         epoch, position = divmod(number, self.steps_per_epoch)
         if epoch != self._epoch:
             self._order = _shuffled(len(self._lengths), self._seed, epoch)
-            if self._n_windows > 1:  # longest first; records of equal length stay shuffled
+            if self._n_windows > 1:  # Sort by length, longest first. Records of equal length stay shuffled.
                 self._order = self._order[(self._lengths.max() - self._lengths[self._order]).argsort(kind="stable")]
             self._epoch, self._window = epoch, -1
         window = bisect_right(self._first_steps, position) - 1
@@ -117,38 +113,34 @@ class StepPlan:
         return shuffled
 
     def _drawn(self, n: int, what: int) -> npt.NDArray[np.uint64]:
-        """Return n random numbers that depend only on the seed, the current epoch and the number `what`."""
+        """Return n random numbers that depend only on the seed, the current epoch and `what`."""
         return np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch, what))).random_raw(n)
 
     def _fill_window(self, window: int) -> list[Integers]:
-        """Divide the records of one window, which is a group of steps of the current epoch, into its steps.
-
-        The result has an array of record numbers for each step. The steps are in random order.
-        """
+        """Return the record numbers of each step of a window of the current epoch. The steps are in random order."""
         records = self._records_of(window)
         tokens = self._lengths[records].astype(np.int64)
         n_steps = self._first_steps[window + 1] - self._first_steps[window]
-        small = np.flatnonzero(tokens <= self._most)
-        alone = len(tokens) - len(small)
+        small = np.flatnonzero(tokens <= self._max_tokens)
+        n_longer = len(tokens) - len(small)
         bins = np.zeros(len(tokens), np.int64)
-        bins[tokens > self._most] = np.arange(n_steps - alone, n_steps)
+        bins[tokens > self._max_tokens] = np.arange(n_steps - n_longer, n_steps)
         if len(small):
-            bins[small] = self._small(tokens[small], n_steps - alone, alone)
+            bins[small] = self._small(tokens[small], n_steps - n_longer, n_longer)
         steps = sorted(_members(bins, n_steps), key=lambda step: int(step[0]))
         return [records[step] for step in steps]
 
     def _small(self, tokens: Integers, n_steps: int, longer: int) -> Integers:
-        """Assign the records that fit into a step to `n_steps` steps. Return the step of each record. `longer` is the
-        number of records in the window that are longer than a step.
+        """Assign the records that fit into a step to `n_steps` steps, and return the step of each record. `longer` is
+        the number of other records in the window.
         """
         within = int(tokens.sum()) // n_steps // 256
-        # Records are sorted by length, rounded to powers of 2. With exact lengths, a small data set would get the same
-        # steps in every epoch.
+        # Sorted by exact length, a small data set would get the same steps in every epoch. So round to powers of 2.
         queue = np.argsort(-np.frexp(tokens)[1].astype(np.int8), kind="stable")
         bins, loads = _balanced(tokens, queue, n_steps, within)
-        if loads.max() <= self._most:
+        if loads.max() <= self._max_tokens:
             return bins
-        # The assignment of records to steps by `_pattern` always fits.
+        # Otherwise use `_pattern`, which always fits.
         longest_first = np.argsort(-tokens, kind="stable")
         bins[longest_first] = np.unique(self._pattern[longer : longer + len(tokens)], return_inverse=True)[1]
         counts = np.bincount(bins, minlength=n_steps)
@@ -163,15 +155,16 @@ class StepPlan:
         return bins
 
 
-def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int) -> tuple[int, int, Integers]:
-    """Return the number of windows of an epoch, the number of steps of a full window, and a pattern, int64. The k-th
-    longest record of a window goes to step `pattern[k]`. So no step exceeds `most` tokens, except a step with a single
-    longer record. The number of windows is the candidate with the smallest number of steps in an epoch.
+def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, max_tokens: int) -> tuple[int, int, Integers]:
+    """Return the number of windows of an epoch, the number of steps of a full window, and a pattern.
+
+    If the k-th longest record of a window goes to step `pattern[k]`, no step exceeds `max_tokens`, except a step with a
+    single longer record. Among some numbers of windows, the number with the fewest steps per epoch is chosen.
     """
     usual = max(1, wanted // WINDOW)
     possible: list[tuple[int, int, Integers]] = []
     for n_windows in range(usual, max(usual // 2, usual - 16), -1):
-        pattern = _first_fit(longest_first[::n_windows].astype(np.int64), most)
+        pattern = _first_fit(longest_first[::n_windows].astype(np.int64), max_tokens)
         steps = max(-(-wanted // n_windows), int(pattern.max()) + 1)
         possible.append((n_windows, steps, pattern))
         if n_windows * steps <= wanted:
@@ -179,23 +172,23 @@ def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, most: int
     return min(possible, key=lambda choice: choice[0] * choice[1])
 
 
-def _first_fit(longest_first: Integers, most: int) -> Integers:
-    """Assign records to bins of `most` tokens by first-fit decreasing: each record goes to the first bin that has room.
-    Return the bin of each record. A record over `most` tokens is alone in its bin.
+def _first_fit(longest_first: Integers, max_tokens: int) -> Integers:
+    """Assign records to bins by first-fit decreasing: each record goes to the first bin that has room for it. Return
+    the bin of each record. A record over `max_tokens` tokens gets a separate bin.
 
     >>> _first_fit(np.array([6, 5, 5, 4, 3]), 10).tolist()
     [0, 1, 1, 0, 2]
     """
-    sizes, counts = np.unique(np.minimum(longest_first, most), return_counts=True)
+    sizes, counts = np.unique(np.minimum(longest_first, max_tokens), return_counts=True)
     free, bins = np.zeros(0, np.int64), []
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist(), strict=True):
         room = free // size
         taken = np.clip(count - (np.cumsum(room) - room), 0, room)
-        new = np.full(-(-(count - int(taken.sum())) // (most // size)), most // size)
+        new = np.full(-(-(count - int(taken.sum())) // (max_tokens // size)), max_tokens // size)
         if len(new):
             new[-1] -= new.sum() - (count - taken.sum())
         taken = np.concatenate([taken, new])
-        free = np.concatenate([free, np.full(len(new), most)]) - taken * size
+        free = np.concatenate([free, np.full(len(new), max_tokens)]) - taken * size
         bins.append(np.repeat(np.arange(len(free)), taken))
     return np.concatenate(bins)
 
@@ -203,9 +196,8 @@ def _first_fit(longest_first: Integers, most: int) -> Integers:
 def _shuffled(n: int, seed: int, epoch: int) -> npt.NDArray[np.unsignedinteger[Any]]:
     """Return the numbers 0 to n - 1 in the random order of this seed and epoch, as the smallest possible integer type.
 
-    The lower bits of n random numbers are replaced by 0 to n - 1, and the results are sorted. The numpy method
-    `Generator.permutation` is as fast, but the order may change with the version of numpy. The raw numbers of a numpy
-    bit generator never change (NEP 19).
+    The lower bits of n random numbers are replaced by 0 to n - 1, and the results are sorted. The order of
+    `Generator.permutation` may change with the version of numpy, but raw random numbers never change (NEP 19).
     """
     bits = n.bit_length()
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(n)
@@ -224,12 +216,10 @@ def assign(
     rank: int,
     world_size: int,
 ) -> list[MicroBatch]:
-    """Divide the records of a step into micro-batches of at most `tokens_per_rank` tokens. Return the micro-batches of
-    the rank `rank`. All ranks get the same number of micro-batches, with nearly equal numbers of tokens. `lengths` has
-    the number of tokens of every record of the data set.
+    """Divide the records of a step into micro-batches of at most `tokens_per_rank` tokens, and return those for `rank`.
 
-    Raises:
-        InputError: a record has more than `tokens_per_rank` tokens.
+    All ranks get the same number of micro-batches, with nearly equal numbers of tokens. `lengths` has the number of
+    tokens of every record of the data set. Raises `InputError` if a record has more than `tokens_per_rank` tokens.
 
     >>> tokens = np.array([4, 3, 3])
     >>> assign([0, 1, 2], tokens, 5, rank=0, world_size=2)
@@ -242,7 +232,7 @@ def assign(
     if tokens.max() > tokens_per_rank:
         raise InputError(
             f"the longest record of a step has {tokens.max()} tokens, but batch.tokens_per_rank is {tokens_per_rank}; "
-            "raise it, or lower data.max_length"
+            "raise batch.tokens_per_rank, or lower data.max_length"
         )
     queue = np.argsort(-tokens, kind="stable")
     per_rank = -(-fewest_bins(tokens, tokens_per_rank) // world_size)
@@ -252,8 +242,8 @@ def assign(
         if loads.max() <= tokens_per_rank:
             break
         per_rank += 1 + per_rank // 1000  # A validation set may need a thousand micro-batches.
-    # Each round gives one bin to each rank, beginning with the heaviest bins. Every second round goes through the ranks
-    # in reverse order. So the ranks have nearly equal numbers of tokens in each round and in total.
+    # Each round gives a bin to each rank, beginning with the heaviest bins, and every second round in reverse order. So
+    # the ranks have nearly equal numbers of tokens in each round and in total.
     rounds = np.argsort(-loads, kind="stable").reshape(per_rank, world_size)
     rounds[1::2] = rounds[1::2, ::-1].copy()
     members, dummy = _members(bins, n_bins), MicroBatch((int(numbers[tokens.argmin()]),), is_dummy=True)
@@ -262,32 +252,31 @@ def assign(
 
 
 def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
-    """Return a lower bound for the number of bins of size `tokens` that records need; it is exact for equal lengths.
+    """Return a lower bound for the number of bins of `tokens` tokens that records need, exact for equal lengths.
 
     A bin has room for at most j records that are longer than 1 / (j + 1) of the bin (Martello & Toth 1990, chapter 8).
-    For example, 16,384 tokens have room for only 56 records of 288 tokens, although 16,384 / 288 is 56.9.
+    For example, 16,384 tokens have room for 56 records of 288 tokens, although 16,384 / 288 is 56.9.
     """
     counts = np.bincount(lengths)
     total = int(counts @ np.arange(len(counts)))
     longer = len(lengths) - np.cumsum(counts)  # longer[t] is the number of records with more than t tokens.
-    most = np.arange(1, max(1, tokens // max(1, int(lengths.min()))) + 1)
-    held = longer[np.minimum(tokens // (most + 1), len(counts) - 1)]
-    return max(-(-total // tokens), int((-(-held // most)).max()))
+    records_J = np.arange(1, max(1, tokens // max(1, int(lengths.min()))) + 1)
+    longer_J = longer[np.minimum(tokens // (records_J + 1), len(counts) - 1)]
+    return max(-(-total // tokens), int((-(-longer_J // records_J)).max()))
 
 
 def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tuple[Integers, Integers]:
-    """Assign records to `n_bins` bins. Return the bin of each record and the number of tokens in each bin, both int64.
+    """Assign records to `n_bins` bins. Return the bin of each record, and the number of tokens in each bin.
 
-    Each record of the queue goes to the lightest bin. (Graham 1969: if the longest records come first, the heaviest bin
-    has at most 4/3 of the optimum.) Then records of the heaviest bin are swapped with records of other bins, until the
-    bins differ by at most `within` tokens or no swap helps. If two bins are equally light, the record goes to the bin
-    with the lower number. Every sort is stable. No bin is empty unless there are fewer records than bins.
+    Each record of the queue goes to the lightest bin, or to the first of equally light bins. (Graham 1969: if the
+    longest records come first, the heaviest bin has at most 4/3 of the optimum.) Then records are swapped, see `_even`.
+    No bin is empty unless there are fewer records than bins. Every sort is stable, so all ranks get the same result.
     """
     bins, loads = np.zeros(len(tokens), np.int64), np.zeros(n_bins, np.int64)
     queued, at = tokens[queue], 0
     while at < len(queue):
-        # Many records are assigned at once: the next records go to the lightest bin, the second lightest bin and so on.
-        # Each pass of the loop ends before a bin that is not lighter than an earlier bin with its new record.
+        # A pass assigns the next records to the lightest bin, the second lightest bin and so on. It ends before a bin
+        # that is not lighter than an earlier bin with its new record.
         sizes = queued[at : at + n_bins]
         lightest = loads.argsort(kind="stable")[: len(sizes)]
         before = loads[lightest]
@@ -302,7 +291,7 @@ def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tu
 
 
 def _even(tokens: Integers, bins: Integers, loads: Integers, within: int) -> None:
-    """Swap records of the heaviest bin, in place, until all bins differ by at most `within` tokens or no swap helps."""
+    """Swap records of the heaviest bin in place, until all bins differ by at most `within` tokens or no swap helps."""
     while True:
         heaviest, lightest_bin = int(loads.argmax()), int(loads.argmin())
         if loads[heaviest] - loads[lightest_bin] <= within:
@@ -313,8 +302,8 @@ def _even(tokens: Integers, bins: Integers, loads: Integers, within: int) -> Non
 
 
 def _swap(tokens: Integers, bins: Integers, loads: Integers, heaviest: int, others: Integers) -> bool:
-    """Swap a record of the heaviest bin with a record of `others`, and choose the pair that balances the two bins best.
-    Return False if no swap helps. Only 64 x 4,096 pairs are tried, since more pairs hardly give a better result.
+    """Swap a record of the heaviest bin with a record of `others`, so that the two bins become as equal as possible.
+    Return False if no swap helps. Only 64 x 4,096 pairs are tried, since more pairs hardly improve the result.
     """
     mine, others = np.flatnonzero(bins == heaviest)[:64], others[:4096]
     if len(others) == 0:
@@ -332,13 +321,13 @@ def _swap(tokens: Integers, bins: Integers, loads: Integers, heaviest: int, othe
 
 
 def _members(bins: Integers, n_bins: int) -> list[Integers]:
-    """Return for each bin the indices of the records in this bin, in ascending order."""
+    """Return the record indices of each bin, in ascending order."""
     return np.split(np.argsort(bins, kind="stable"), np.cumsum(np.bincount(bins, minlength=n_bins))[:-1])
 
 
-def by_length(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
-    """Yield groups of record indices, shortest records first. The lengths of the records in a group add up to at most
-    `most`, unless the group is a single longer record.
+def by_length(lengths: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Yield groups of record indices, shortest records first. The total length of a group is at most `max_tokens`,
+    unless the group is a single longer record.
 
     >>> list(by_length([5, 2, 9, 3], 6))
     [[1, 3], [0], [2]]
@@ -346,7 +335,7 @@ def by_length(lengths: Sequence[int], most: int) -> Iterator[list[int]]:
     group: list[int] = []
     total = 0
     for n in sorted(range(len(lengths)), key=lambda n: lengths[n]):
-        if group and total + lengths[n] > most:
+        if group and total + lengths[n] > max_tokens:
             yield group
             group, total = [], 0
         group.append(n)

@@ -14,41 +14,35 @@ from esmshard.io.store import TokenStore
 from esmshard.vocab import decode, is_residue
 
 UNRESOLVED = 65535
-"""The value in the array `cb_dA` for a residue without coordinates."""
+"""The value in `cb_dA` for a residue without coordinates."""
 
 _FASTA_ENDING = re.compile(r"(\.(fasta|faa|fa))?(\.(gz|bz2|xz|zst))?$")
 
 
 def npz_beside(fasta: Path) -> Path:
-    """Return the path of the `.npz` file that belongs to a FASTA file: `train.npz` in the folder of `train.fasta`."""
+    """Return the `.npz` path that belongs to a FASTA file: `train.npz` in the folder of `train.fasta`."""
     return fasta.with_name(_FASTA_ENDING.sub("", fasta.name) + ".npz")
 
 
 def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read all arrays of an `.npz` file, and return the arrays by name.
-
-    Raises:
-        InputError: the file does not exist, cannot be read, or holds pickled objects.
-    """
+    """Return all arrays of an `.npz` file by name. Raises `InputError` if the file cannot be read or has pickles."""
     try:
-        with zipfile.ZipFile(path):  # np.load alone would also accept a file with a single array
+        with zipfile.ZipFile(path):  # np.load would also accept a file with a single array.
             file = np.load(path, allow_pickle=False)
         with file:
             return {name: file[name] for name in file.files}
     except FileNotFoundError:
         raise InputError(f"{path}: no such file") from None
-    # zipfile raises NotImplementedError for a kind of compression that it does not know.
+    # zipfile raises NotImplementedError for an unknown compression.
     except (OSError, ValueError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error) as error:
         raise InputError(f"{path}: cannot be read ({error}); copy or make it again") from None
 
 
 class CoordinateLabels:
-    """Cb coordinates of the records of a FASTA file, from the `.npz` file with the same name (see data/README.md).
+    """Cb coordinates from the `.npz` file with the same name as a FASTA file (see data/README.md).
 
-    For a record of several chains, `A:B`, the rows of A come before the rows of B. Linkers have no coordinates.
-
-    Raises:
-        InputError: the file is missing or damaged, or a record is not in the file or has another sequence there.
+    For a record of several chains, `A:B`, the rows of A come before the rows of B. Linkers have no rows. Raises
+    `InputError` if the file is missing or damaged, or a record is not in the file or has another sequence there.
     """
 
     per_residue: ClassVar[bool] = True
@@ -57,7 +51,7 @@ class CoordinateLabels:
     def __init__(self, fasta: Path, store: TokenStore) -> None:
         path = npz_beside(fasta)
         if not path.exists():
-            raise InputError(f"{path}: no such file of coordinates of {fasta.name}; add it, or name structure files")
+            raise InputError(f"{path}: no such file of coordinates for {fasta.name}; add it, or name structure files")
         arrays = read_arrays(path)
         try:
             names, seqs, offsets = arrays["names"], arrays["seqs"], arrays["offsets"]
@@ -111,18 +105,16 @@ UNDEFINED, LINKER = -1, -2
 
 
 def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
-    """Compute the contact of each pair of residues, int8 [L, L]: 1 for a contact, 0 for no contact, -1 for unknown.
+    """Return the contact of each pair of residues, int8 [L, L]: 1 for a contact, 0 for no contact, -1 for unknown.
 
-    Args:
-        cb_L3: Cb coordinates in Angstrom; NaN for a residue without coordinates. All pairs of such a residue get -1.
-
-    On the diagonal, a residue with coordinates has 1, and a residue without coordinates has -1.
+    `cb_L3` has Cb coordinates in Angstrom. All pairs of a residue with NaN get -1. All other residues are in contact
+    with themselves.
 
     >>> contact_labels(np.array([[0, 0, 0], [7.9, 0, 0], [8, 0, 0], [np.nan, 0, 0]], dtype=np.float32))[0].tolist()
     [1, 1, 0, -1]
     """
-    # Coordinates have three decimals, so their squares have six. Rounding to these decimals removes floating-point
-    # errors. Without rounding, moving the whole protein could change whether a pair at exactly 8 A is a contact.
+    # Coordinates have three decimals, so their squares have six. Without rounding to these decimals, floating-point
+    # errors would decide whether a pair at exactly 8 A is a contact.
     exact_L3 = np.round(cb_L3.astype(np.float64), 3)
     square_LL = np.round(((exact_L3[:, None, :] - exact_L3[None, :, :]) ** 2).sum(-1), 6)
     labels_LL: npt.NDArray[np.int8] = (square_LL < CONTACT_DISTANCE**2).astype(np.int8)
@@ -131,7 +123,7 @@ def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
 
 
 def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.int8]:
-    """Return a copy of contact labels, with -2 on the diagonal for each linker token, and -1 for pairs with linkers."""
+    """Copy contact labels, with -1 for pairs with a linker token, and -2 on the diagonal for each linker token."""
     marked_LL = labels_LL.copy()
     marked_LL[linker_L] = marked_LL[:, linker_L] = UNDEFINED
     marked_LL[linker_L, linker_L] = LINKER
@@ -139,7 +131,7 @@ def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_
 
 
 def chain_numbers(labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.intp]:
-    """Return a chain number for each of L tokens, int [L]. Residues of the same chain have the same number.
+    """Return the chain number of each token, int [L].
 
     >>> linker_L = np.array([False, False, True, True, False])
     >>> chain_numbers(mark_linkers(np.zeros((5, 5), np.int8), linker_L)).tolist()

@@ -1,7 +1,7 @@
-"""The sources of labels: a label file for all splits, an `.npz` file for each FASTA file, or the records themselves.
+"""Opens the source of labels: a label file for all splits, an `.npz` file for each FASTA file, or the records.
 
-A FASTA file of labels has labels in place of sequences. FLIP's `sampled.fasta` has one label letter per residue, and
-FLIP's `mask.fasta` has 0 or 1 per residue. Labels are not converted like residues; only white space is removed.
+A FASTA file of labels has labels in place of sequences. FLIP's `sampled.fasta` has a label letter for each residue,
+FLIP's `mask.fasta` has 0 or 1 for each residue. White space is removed; no other character is changed.
 """
 
 import re
@@ -24,22 +24,20 @@ _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 
 @dataclass(frozen=True)
 class LabelRecord:
-    """One record of a FASTA file of labels: the labels of one protein."""
+    """A record in a FASTA file of labels."""
 
     id: str
     header: str
-    """The whole header line of the record, without `>`."""
+    """The header line without `>`."""
     text: str
-    """The labels of the record as one text without white space."""
+    """The labels without white space."""
     line: int
-    """The line number of the header in the file, counted from 1."""
+    """The line number of the header, counted from 1."""
 
 
 def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
-    """Read the records of a FASTA file of labels, plain or compressed. Several records may have the same id.
-
-    Raises:
-        InputError: the file cannot be read or has no record, or a record has no id or no labels.
+    """Read the records of a FASTA file of labels, plain or compressed. Several records may have the same id. Raises
+    `InputError` if the file cannot be read or has no record, or a record has no id or no labels.
     """
     header, start, pieces = "", 0, list[str]()
     with (
@@ -53,7 +51,7 @@ def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
                     yield _record(path, header, pieces, start)
                 header, start, pieces = line[1:].strip(), number, []
                 if not header:
-                    raise InputError(f"{path}:{number}: a record without an id; write the id of its protein after '>'")
+                    raise InputError(f"{path}:{number}: a record without an id; write the protein id after '>'")
             elif header:
                 pieces.append(line)
             elif line.strip():
@@ -74,14 +72,11 @@ _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 
 
 def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
-    """Find the labels of a recipe: a table, or the path of a FASTA file of labels; None if the headers have the labels.
+    """Return the labels of a recipe: a table, or the path of a FASTA file of labels; None if the headers have labels.
 
-    If the key `data.labels` is not set, a table of sequences is also the table of the labels. For a FASTA file, the
-    `.npz` file with the same name is the source if it has an array with the first name in `data.target`.
-
-    Raises:
-        InputError: the source cannot be read.
-        UsageError: `data.id_column` is set, but the labels are not in a table.
+    Without the key `data.labels`, the labels of a table of sequences are in this table. The labels of a FASTA file are
+    in the `.npz` file with the same name, if this file has an array with the first name in `data.target`. Raises
+    `UsageError` if `data.id_column` is set, but the labels are not in a table.
     """
     source: Table | Path | None = None
     if _labels_in_records(data, fasta) and is_sequence_table(fasta):
@@ -98,32 +93,29 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
 
 
 def rules_of(fasta: Path, data: DataSettings) -> Rules:
-    """Return the rules for reading a table of sequences. The key `data.id_column` names a column of this table if the
-    table also has the labels. Otherwise the key names a column of the label file, and the rules have no id column.
+    """Return the rules for reading a table of sequences. If labels are in another file, `data.id_column` names a column
+    of that file, and the rules have no id column.
     """
     id_column = data.id_column if _labels_in_records(data, fasta) else None
     return Rules(sequence_column=data.sequence_column, id_column=id_column)
 
 
 def _labels_in_records(data: DataSettings, fasta: Path) -> bool:
-    """Return whether the recipe names no label file, or names the file of the sequences as the label file."""
     return data.labels is None or remote.data_file(data.labels) == fasta
 
 
 def table_or_fasta(path: Path) -> Table | Path:
-    """Return the table in a table file or an `.npz` file. For the path of a FASTA file, return the path itself."""
+    """Read a table or an `.npz` file as a table. Return the path itself if it is a FASTA file."""
     if _FASTA.search(path.name):
         return path
     return read_npz(path) if path.suffix == ".npz" else read_table(path)
 
 
 def read_npz(path: Path) -> Table:
-    """Make a table from an `.npz` file: a column from each array that has one string or number for each record.
+    """Make a table from an `.npz` file: each array with a string or number for each record becomes a column.
 
-    The array `names` becomes the column `id`, and the array `seqs` the column `sequence`. Other arrays are left out.
-
-    Raises:
-        InputError: the file cannot be read, has no array `names` of strings, or has an array `seqs` that does not fit.
+    The array `names` becomes the column `id`, and the array `seqs` the column `sequence`. Raises `InputError` if the
+    file cannot be read, has no array `names` of strings, or has an array `seqs` that does not fit.
     """
     arrays = read_arrays(path)
     names = arrays.get("names")

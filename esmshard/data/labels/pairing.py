@@ -1,4 +1,4 @@
-"""Matches the labels in a table to the records of a FASTA file, and counts records without a label."""
+"""Matches the rows of a table to the records of a FASTA file, and counts records without a label."""
 
 import hashlib
 import re
@@ -18,14 +18,13 @@ from esmshard.io.tables import Table, first_three, listed, shown
 from esmshard.vocab import LINKER, encode_residues
 
 NAME_LABEL = "set data.target=COLUMN"
-"""The advice in error messages: how a recipe names the label column."""
 UNIPROT = re.compile(r"(?:sp|tr)\|([^|]+)\|")
-"""The pattern of the first part of a UniProt id, such as `sp|P69905|`. Group 1 is the accession, `P69905`."""
+"""The beginning of a UniProt id, such as `sp|P69905|`. Group 1 is the accession, `P69905`."""
 _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.replace("J", "X") + "X", "-.")
 
 
 def label_column(table: Table, names: Sequence[str]) -> str:
-    """Return the only column whose name is in `names`. Raise `InputError` if there are no such columns or several."""
+    """Return the only column with a name in `names`. Raise `InputError` if no column or several columns match."""
     column = table.only_column(names, NAME_LABEL)
     if column is None:
         raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
@@ -47,23 +46,23 @@ def rows_of_records(
     """Return the table row of each record, int64 [N]; -1 for a record without a label.
 
     Rows are matched to records by id, or by sequence if the table has no ids. If the table has ids and sequences, both
-    must agree with the record. For the record `sp|P69905|HBA_HUMAN`, the table may have the id `P69905`, with a notice.
+    must agree with the record. For the record `sp|P69905|HBA_HUMAN`, the table may have the id `P69905`.
 
     Args:
         table: the table of R rows.
         store: the N records.
         fasta: the FASTA file of the records, for messages.
         id_column: the name of the id column; by default `table.ids`, else the only column with a name in ID_NAMES.
-        same: a function that takes two row indices, and returns whether these two rows have the same label.
+        same: returns whether the rows with two given indices have the same label.
         labelled_R: whether each row has a label, bool [R].
         what: whether the table has labels or splits. Splits without a record are counted in `edits`. Labels without a
             record are not counted, since one file may have the labels of several FASTA files.
         required: whether a record without a label is an error.
-        edits: counts records that are left out, and repeated rows with the same label.
+        edits: counts left-out records and repeated rows.
 
     Raises:
         InputError: two rows contradict each other, a cell is empty or not valid, no column has ids or sequences, or
-            rows and records do not match. The message names lines or counts.
+            rows and records do not match.
     """
     fix = "name the column of ids in data.id_column"
     id_column = id_column or table.ids or table.only_column(ID_NAMES, fix)
@@ -124,13 +123,10 @@ def check_labelled(
     *,
     required: bool,
 ) -> None:
-    """Count the records without a label in `edits`, or raise an error if `required` is true and a label is missing.
+    """Count the records without a label in `edits`. `labelled_N` says whether each record has a label, bool [N].
 
-    `labelled_N` says whether each record has a label, bool [N]. `lacks` is the name of the missing label in messages,
-    such as `TARGET=`. `extra` has the ids of labels that belong to no record.
-
-    Raises:
-        InputError: no record has a label, or `required` is true and a record has no label.
+    `lacks` is the name of the missing label in messages, such as `TARGET=`. `extra` has the ids of labels that belong
+    to no record. Raises `InputError` if no record has a label, or `required` is true and a record has no label.
     """
     without: list[int] = np.flatnonzero(~labelled_N).tolist()
     ids = f"({first_three(without, store.id)})"
@@ -151,7 +147,7 @@ def _sequences(table: Table, id_column: str) -> str | None:
 
 
 def _tokens(table: Table, row: int, column: str, linker: int) -> bytes:
-    """Convert the sequence in one cell of the table to tokens, in the same way as the FASTA reader."""
+    """Convert the sequence in a cell to tokens, as the FASTA reader does."""
     letters = "".join(table.columns[column][row].split()).removesuffix("*").translate(_LETTERS)
     try:
         return encode_residues(letters, linker)
@@ -160,5 +156,5 @@ def _tokens(table: Table, row: int, column: str, linker: int) -> bytes:
 
 
 def _digest(tokens: bytes) -> bytes:
-    """Hash the tokens of a sequence to 16 bytes, so that a long protein needs no more memory than a short protein."""
+    """Hash a sequence to 16 bytes, so that long proteins need no more memory than short proteins."""
     return hashlib.blake2b(tokens, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Reads the labels of whole proteins from FASTA headers or a table: numbers, one class, or several classes."""
+"""Reads protein labels from FASTA headers or a table: numbers, one class, or several classes for each protein."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,24 +21,24 @@ _TARGETS = ("target", "targets", "label", "labels", "dms_score")
 
 @dataclass(frozen=True)
 class ProteinLabels:
-    """Labels of N whole proteins. The label of a protein stays the same when the sequence is cropped."""
+    """Labels of N proteins. Cropping a sequence does not change its label."""
 
     per_residue: ClassVar[bool] = False
 
     kind: Kind
     names: tuple[str, ...]
-    """The names of the T targets if `kind` is `number`. Otherwise the names of the C classes; class k has name k."""
+    """The names of T targets (kind `number`) or of C classes; class k has name k."""
     values: Any
-    """The labels of all proteins. Kind `number`: float32 [N, T], NaN for a missing label. Kind `class`: int64 [N], -1
-    for a missing label. Kind `multilabel`: a sparse float32 matrix of 0 and 1, [N, C].
+    """Kind `number`: float32 [N, T], NaN for a missing label. Kind `class`: int64 [N], -1 for a missing label. Kind
+    `multilabel`: a sparse float32 matrix of 0 and 1, [N, C].
     """
     labelled_N: npt.NDArray[np.bool_]
     """Whether each protein has a label, bool [N]."""
     notices: list[str]
-    """Sentences about labels that were changed or left out."""
+    """Sentences about changed or missing labels."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the label of record n as `target`: number: float32 [T]; class: int64 []; multilabel: float32 [C]."""
+        """Return the label of record n as `target`: number float32 [T], class int64 [], multilabel float32 [C]."""
         if not self.labelled_N[n]:
             raise KeyError(f"record {n} has no label")
         if self.kind != "multilabel":
@@ -69,10 +69,10 @@ def protein_labels(
         columns: columns of the table, or keys of the headers. By default the key `TARGET`, or the only column with a
             name in `_TARGETS`.
         id_column: the name of the id column; see the function `rows_of_records`.
-        required: whether a protein without a label is an error. Otherwise such a protein is left out and counted.
+        required: whether a protein without a label is an error. Otherwise the protein is left out and counted.
 
     Raises:
-        InputError: a label is not valid, or proteins and rows do not match. The message names line, record or counts.
+        InputError: a label is not valid, or proteins and rows do not match.
         UsageError: a column is named twice.
     """
     edits = Edits()
@@ -126,7 +126,6 @@ def protein_labels(
 
 
 def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
-    """Return the table columns or the header keys of the labels. Without `columns`, find a column with a usual name."""
     if table is None:
         columns = [key.upper() for key in columns] or ["TARGET"]
     elif not columns:
@@ -142,7 +141,6 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
 def _header_numbers(
     texts: Sequence[Sequence[str]], keys: Sequence[str], where: Callable[[int], str]
 ) -> npt.NDArray[np.float32]:
-    """Convert the label texts of N headers to numbers of T targets, float32 [N, T]."""
 
     def converted(n: int, key: str, text: str) -> float:
         return number(text, lambda: f"{where(n)}: {key}")
@@ -151,7 +149,6 @@ def _header_numbers(
 
 
 def _table_numbers(table: Table, columns: Sequence[str]) -> npt.NDArray[np.float32]:
-    """Read T columns of a table with R rows as numbers, float32 [R, T]."""
     values_RT = np.stack([table.numbers(column) for column in columns], axis=1)
     large = np.argwhere(np.abs(values_RT) > FLOAT32_MAX)
     if len(large):
@@ -162,7 +159,7 @@ def _table_numbers(table: Table, columns: Sequence[str]) -> npt.NDArray[np.float
 
 
 def _sparse(rows: Sequence[Sequence[int]], n_classes: int) -> Any:
-    """Return a sparse matrix, float32 [R, C]. Element (r, c) is 1 if the list `rows[r]` has class number c."""
+    """Return a sparse matrix, float32 [R, C], in which element (r, c) is 1 if `rows[r]` contains c."""
     from scipy.sparse import csr_array
 
     ends = np.cumsum([0, *map(len, rows)])
@@ -171,13 +168,13 @@ def _sparse(rows: Sequence[Sequence[int]], n_classes: int) -> Any:
 
 
 def _classes_of(matrix: Any, row: int) -> npt.NDArray[np.int32]:
-    """Return the class numbers of a row of a sparse matrix. Indexing by scipy would take 30 times as long."""
+    """Return the class numbers in a row of a sparse matrix. Indexing with scipy is 30 times slower."""
     classes: npt.NDArray[np.int32] = matrix.indices[matrix.indptr[row] : matrix.indptr[row + 1]]
     return classes
 
 
 def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int]:
-    """Return the indices of the columns whose cells in one row are 1 or true."""
+    """Return the indices of the cells of a row that are 1 or true."""
     truths = [TRUTH.get(text.lower()) for text in cells]
     if any(cells) and None in truths:
         c = truths.index(None)
@@ -186,7 +183,7 @@ def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int
 
 
 def _classes(text: str, kind: Kind, where: str, edits: Edits) -> list[str]:
-    """Return the distinct class names in a cell: at most one name, or several names if `kind` is `multilabel`."""
+    """Return the distinct class names in a cell. Only kind `multilabel` allows several names."""
     pieces = text.split(";") if kind == "multilabel" else [text]
     names = [name for piece in pieces if (name := piece.strip())]
     for k, name in enumerate(names):

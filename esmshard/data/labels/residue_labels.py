@@ -33,25 +33,25 @@ _PLAIN_NUMBERS = re.compile(r"[0-9eE+.;-]+")
 
 @dataclass(frozen=True)
 class ResidueLabels:
-    """Labels with one value for each residue of N records. The labels are cropped together with the sequence."""
+    """Labels with a value for each residue of N records. The labels are cropped together with the sequence."""
 
     per_residue: ClassVar[bool] = True
     labelled_N: ClassVar[None] = None
 
     kind: Kind
     names: str
-    """The letters of the C classes: class k has the k-th letter. The text is empty if `kind` is `number`."""
+    """The letters of the C classes: class k has letter k. Empty if `kind` is `number`."""
     values: npt.NDArray[Any]
-    """The labels of all residues in the order of the store. Kind `class`: int8, -1 for a residue without a label. Kind
-    `number`: float32, NaN for a residue without a label.
+    """The labels of all residues in the order of the store: int8 (kind `class`, -1 if unknown), or float32 (kind
+    `number`, NaN if unknown).
     """
     offsets: npt.NDArray[np.int64]
-    """The begin and end of each record in `values`, int64 [N + 1]: record n has values[offsets[n] : offsets[n + 1]]."""
+    """Record n has the labels values[offsets[n] : offsets[n + 1]], int64 [N + 1]."""
     notices: list[str]
-    """Sentences about labels that were changed or left out."""
+    """Sentences about changed or missing labels."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the read-only labels of record n as `target`. Kind `class`: int8 [L]. Kind `number`: float32 [L]."""
+        """Return the read-only labels of record n as `target`, int8 (kind `class`) or float32 (kind `number`) [L]."""
         return {"target": self.values[self.offsets[n] : self.offsets[n + 1]]}
 
 
@@ -91,8 +91,7 @@ def residue_labels(
         classes: all class letters, in the order of the class numbers; by default the sorted letters of the data.
 
     Raises:
-        InputError: labels or masks cannot be read, do not fit their protein, or are missing for a protein. The message
-            names record, line or counts.
+        InputError: labels or masks cannot be read, do not fit their protein, or are missing for a protein.
     """
     edits, extra = Edits(), list[str]()
     if isinstance(source, Table):
@@ -105,10 +104,10 @@ def residue_labels(
         records, lacks = _of_label_file(store, source, edits), f"label in {source}"
     mask_of = {} if mask is None else _masks(store, fasta, mask)
     offsets = np.concatenate([[0], np.cumsum(store.lengths, dtype=np.int64)])
-    # `values` first has label letters as bytes, with 0 for no label. Then one look-up turns bytes into class numbers.
+    # For kind `class`, `values` has letters as bytes (0 for no label) until the end, where they become class numbers.
     none, dtype = (0, np.uint8) if kind == "class" else (np.nan, np.float32)
     values: npt.NDArray[Any] = np.full(offsets[-1], none, dtype)
-    line_of: dict[int, int] = {}  # by record number: the line of the labels; 0 for labels in headers
+    line_of: dict[int, int] = {}  # the line of the labels of each record number; 0 for labels in headers
     codes, unmasked = set[int](), list[str]()
     for record in records:
         n, where = record.n, record.where
@@ -148,7 +147,7 @@ def residue_labels(
     labelled_N = np.array([n in line_of for n in range(len(store))])
     check_labelled(store, fasta, labelled_N, lacks, extra, edits, required=True)
     if edits.counts.get("no residue has a label") == len(store):
-        raise InputError(f"{fasta}: no residue of any record has a label; look at labels and masks")
+        raise InputError(f"{fasta}: no residue of any record has a label; check labels and masks")
     for record_id in unmasked if mask is None and len(unmasked) < len(store) else ():
         edits.add("record(s) without MASK=, in which all residues count", record_id)
     names = ""
@@ -162,19 +161,19 @@ def residue_labels(
 
 
 def _residues(store: TokenStore, n: int) -> npt.NDArray[np.bool_]:
-    """Return which of the L tokens of record n are residues, bool [L]. All other tokens are linkers between chains."""
+    """Return which tokens of record n are residues, not linkers between chains, bool [L]."""
     if store.linker is None:
         return np.ones(store.lengths[n], dtype=np.bool_)
     return is_residue(store.residues(n))
 
 
 def _joined(text: str, residue_L: npt.NDArray[np.bool_], between: str = "") -> str:
-    """Replace each `:` of `text` by `between` if the record has linkers. `residue_L` is false for tokens of linkers."""
+    """Replace each `:` of `text` by `between` if the record has linkers."""
     return text if residue_L.all() else text.replace(BETWEEN, between)
 
 
 def _masks(store: TokenStore, fasta: Path, path: Path) -> dict[int, npt.NDArray[np.bool_]]:
-    """Read a mask file, which needs a mask for every record. Return the mask of each record by its number, bool [L]."""
+    """Read a mask file. Return the mask of each record number, bool [L]. Every record needs a mask."""
     mask_of, line_of = dict[int, npt.NDArray[np.bool_]](), dict[int, int]()
     for record in read_label_fasta(path):
         n, where = store.find(record.id), f"{path}:{record.line}: record {shown(record.id)}"
@@ -227,7 +226,6 @@ def _of_rows(
 
 
 def _letters(text: str, where: str) -> npt.NDArray[np.uint8]:
-    """Convert the class letters of one record to their ASCII codes, uint8 [L]."""
     if wrong := re.search("[^!-~]", text):
         at = wrong.start() + 1
         raise InputError(f"{where} has {shown(wrong[0])} at position {at}, which is no label; write letters or digits")
@@ -235,7 +233,7 @@ def _letters(text: str, where: str) -> npt.NDArray[np.uint8]:
 
 
 def _numbers(text: str, where: str) -> npt.NDArray[np.float32]:
-    """Convert the label text of one record to L numbers, float32 [L]. The text `nan` becomes NaN."""
+    """Convert numbers separated by semicolons to float32 [L]. The text `nan` becomes NaN."""
     pieces = text.split(";")
     if _PLAIN_NUMBERS.fullmatch(text):
         try:
@@ -254,7 +252,7 @@ def _numbers(text: str, where: str) -> npt.NDArray[np.float32]:
 
 
 def _mask(text: str, residue_L: npt.NDArray[np.bool_], where: str, fasta: Path) -> npt.NDArray[np.bool_]:
-    """Convert the text of a mask to a truth value for each of L tokens, bool [L]; False for tokens of linkers."""
+    """Convert the text of a mask to bool [L]; False for linkers."""
     text = _joined(text, residue_L)
     _check_length(where, "a mask", len(text), residue_L, fasta)
     if wrong := text.strip("01"):

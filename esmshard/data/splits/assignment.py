@@ -1,15 +1,13 @@
 """Assigns records to training, validation and test set, or to the folds of a cross-validation.
 
-The functions return an array, int64 [N], with a number for each of N records: the index of a set in `SETS`, a fold, or
-`LEFT_OUT`. In round f of K, fold f is the test set, fold (f + 1) mod K is the validation set, and all other folds are
-the training set (`sets_of_fold`). The argument `shares` has the relative sizes of the sets, or K equal numbers for
-folds. The shares need not add up to one. The argument `seed` is the random seed.
+The functions return a number for each of N records, int64 [N]: the index of a set in `SETS`, a fold, or `LEFT_OUT`. The
+argument `shares` has the relative sizes of the sets (they need not add up to 1), or K equal numbers for K folds.
 
-Random choices depend on the seed and on the names of records, clusters and positions, never on the order of a file. All
+Random choices depend on `seed` and on the names of records, clusters and positions, never on the order of a file. All
 records of a cluster go to the same set; positions are treated like clusters. The largest clusters are assigned first.
-The set of a cluster is chosen at random among the sets with enough room. The probability of a set is in proportion to
-its free room, so every set gets large and small clusters. The size of a set differs from its share by less than the
-size of the largest cluster. No set is empty if there are enough clusters.
+Each cluster goes to a random set with enough room. The probability of a set is in proportion to its free room, so every
+set gets large and small clusters. The size of a set differs from its share by less than the size of the largest
+cluster. No set is empty if there are enough clusters.
 """
 
 import hashlib
@@ -32,10 +30,8 @@ Numbers = npt.NDArray[np.int64]
 
 
 def by_cluster(clusters: Sequence[str], shares: Sequence[float] = RATIOS, seed: int = 0) -> Numbers:
-    """Assign whole clusters to sets at random. `clusters` has the name of the cluster of each of N records.
-
-    Raises:
-        InputError: there are fewer clusters than sets.
+    """Assign clusters to sets at random. `clusters` has the cluster name of each record. Raises `InputError` if there
+    are fewer clusters than sets.
     """
     names, group_N = _groups(clusters)
     _check_enough(len(names), len(shares), "cluster")
@@ -44,10 +40,10 @@ def by_cluster(clusters: Sequence[str], shares: Sequence[float] = RATIOS, seed: 
 
 
 def components(*memberships: Sequence[str]) -> list[str]:
-    """Join several clusterings into one clustering. A clustering has the name of the cluster of each of N records.
+    """Join several clusterings. Each clustering has the cluster name of each of N records.
 
-    Two records get the same cluster name if they are in the same cluster of any clustering, directly or through other
-    records. The new name is the alphabetically first of their cluster names in the first clustering.
+    Two records are in one joined cluster if any clustering has them in one cluster, directly or through other records.
+    The name of a joined cluster is the alphabetically first of its names in the first clustering.
 
     >>> components(["a", "b", "c", "d"], ["1", "1", "2", "3"])
     ['a', 'a', 'c', 'd']
@@ -56,7 +52,7 @@ def components(*memberships: Sequence[str]) -> list[str]:
     from scipy.sparse.csgraph import connected_components
 
     count, groups = len(memberships[0]), [_groups(clusters) for clusters in memberships]
-    # Nodes of the graph are records, then clusters. Each record has an edge to its cluster in each clustering.
+    # The nodes are records and clusters. Each record has an edge to its cluster in each clustering.
     first_nodes = np.cumsum([count, *(len(names) for names, _ in groups)])
     node_E = np.concatenate([group_N + first for (_, group_N), first in zip(groups, first_nodes, strict=False)])
     record_E = np.tile(np.arange(count), len(groups))
@@ -76,8 +72,8 @@ def of_variants(
     seed: int = 0,
     train_max: int = 1,
 ) -> Numbers:
-    """Split N variants of one protein with the method `by`: `ratio` (function `by_cluster`), `mutations` (function
-    `by_mutation_count`), or `position`, `modulo` and `contiguous` (function `by_position`).
+    """Split variants of one protein with the method `by`: `ratio` (function `by_cluster`), `mutations` (function
+    `by_mutation_count`), `position`, `modulo` or `contiguous` (function `by_position`).
     """
     if by == "ratio":
         return by_cluster(names, shares, seed)
@@ -91,19 +87,19 @@ def by_position(
 ) -> Numbers:
     """Split variants of one protein by the positions that they change.
 
-    A variant is left out if its changed positions are in several sets. Otherwise the model would see positions of
-    another set. It would not help to put all positions of a variant into one set: variants with several random changes
-    connect all positions, and one set would get all variants. The unchanged wild type goes to the first set or fold.
+    A variant is left out if its changed positions are in several sets: in any set, the model would see positions of
+    another set. Positions that are changed together cannot be kept in one set, since variants with several random
+    changes connect all positions. The unchanged wild type goes to the first set or fold.
 
     Args:
         positions: the changed positions of each of N variants, counted from 0.
         shares: the relative sizes of the sets, in numbers of changes.
         seed: the random seed.
-        by: `position`: positions go to sets at random, so that folds have nearly equal numbers of changes. `modulo`:
-            the i-th changed position goes to fold i mod K. `contiguous`: each fold is a part of the sequence, and the
-            parts have equal numbers of changed positions, or differ by one. `modulo` and `contiguous` are the folds of
-            ProteinGym (`create_folds_by_position_modulo` and `create_folds_by_contiguous_position_discontiguous` in
-            ProteinNPT, Notin et al. 2023), but ProteinGym drops variants with several changes.
+        by: `position`: positions go to sets at random, and folds have nearly equal numbers of changes. `modulo`: the
+            i-th changed position goes to fold i mod K. `contiguous`: each fold is a part of the sequence, and the
+            numbers of changed positions differ by at most 1. `modulo` and `contiguous` are the folds of ProteinGym
+            (`create_folds_by_position_modulo` and `create_folds_by_contiguous_position_discontiguous` in ProteinNPT,
+            Notin et al. 2023), but ProteinGym drops variants with several changes.
 
     Raises:
         InputError: a set would be empty, or there are fewer changed positions than sets.
@@ -135,8 +131,8 @@ def by_mutation_count(
     """Train on few changes and test on many, as `one_vs_rest` to `three_vs_rest` of FLIP do (Dallago et al. 2021).
 
     Variants with at most `train_max` changes are divided into training and validation set, in proportion to the first
-    two numbers of `shares`. All other variants are the test set. The wild type (no change) is always in the training
-    set. Variants with the same name go to the same set.
+    two `shares`. All other variants are the test set. The wild type (no change) is always in the training set. Variants
+    with the same name go to the same set.
     """
     count_N = np.asarray(counts)
     number_N = _below(count_N <= train_max, count_N > 0, names, shares, seed)
@@ -150,9 +146,9 @@ def low_to_high(
 ) -> Numbers:
     """Train on low values and test on high values, as the split `low_vs_high` of FLIP does (Dallago et al. 2021).
 
-    Variants whose value is at most `limit` are divided into training and validation set, in proportion to the first two
-    numbers of `shares`. All other variants are the test set. In FLIP, the limit is the value of the wild type. Variants
-    with the same name are treated as one variant with their mean value. A variant with the value NaN is left out.
+    Variants with a value of at most `limit` are divided into training and validation set, in proportion to the first
+    two `shares`. All other variants are the test set. In FLIP, the limit is the value of the wild type. Variants with
+    the same name are treated as one variant with their mean value. Variants with the value NaN are left out.
     """
     given_N = np.asarray(values, dtype=np.float64)
     keys, group_N = _groups(names)
@@ -167,7 +163,8 @@ def low_to_high(
 
 
 def sets_of_fold(fold_N: Numbers, fold: int, folds: int) -> Numbers:
-    """Return the set of each record in round `fold` of a cross-validation, as an index in `SETS`, int64 [N].
+    """Return the set of each record in round `fold` of a cross-validation. Fold `fold` is the test set, the next fold
+    is the validation set, and all other folds are the training set.
 
     >>> sets_of_fold(np.array([0, 1, 2, 3, -1]), 3, 4).tolist()
     [1, 0, 0, 2, -1]
@@ -180,20 +177,22 @@ def sets_of_fold(fold_N: Numbers, fold: int, folds: int) -> Numbers:
 
 
 def check_given(number_N: Numbers, source: Path) -> None:
-    """Raise `InputError` if one of the three sets that the file `source` defines has no record."""
+    """Raise `InputError` if a set that the file `source` defines has no record."""
     for k, name in enumerate(SETS):
         if not (number_N == k).any():
-            raise InputError(f"{source}: gives no record to the {name} set; give it some, or split in another way")
+            raise InputError(
+                f"{source}: gives no record to the {name} set; add records to this set, or split in another way"
+            )
 
 
 def _check_enough(groups: int, sets: int, what: str) -> None:
     if groups < sets:
         parts = f"{counted(sets, 'set')} cannot be made of {counted(groups, what)}"
-        raise InputError(f"{parts}, which may not be cut; give more data, or split in another way")
+        raise InputError(f"{parts}, which cannot be divided; give more data, or split in another way")
 
 
 def _assign(names: list[str], sizes: Sequence[float], shares: Sequence[float], seed: int) -> Numbers:
-    """Return the set of each of G clusters or positions, int64 [G]. The top of this file describes the method."""
+    """Return the set of each of G clusters or positions, int64 [G], by the method at the top of this file."""
     draws = [hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest() for name in names]
     order = sorted(range(len(names)), key=lambda g: (-sizes[g], draws[g]))
     room = [share / sum(shares) * sum(sizes) for share in shares]
@@ -226,8 +225,8 @@ def _below(
     shares: Sequence[float],
     seed: int,
 ) -> Numbers:
-    """Divide the variants for which `low_N` is true into training and validation set. All other variants are the test
-    set. If `mutant_N` is false for a variant, the variant is never in the validation set.
+    """Divide variants with a true `low_N` into training and validation set. All other variants are the test set.
+    Variants with a false `mutant_N` are never in the validation set.
     """
     pool = np.flatnonzero(low_N & mutant_N).tolist()
     keys, group_P = _groups([names[n] for n in pool])
@@ -240,7 +239,7 @@ def _below(
 
 
 def _groups(names: Sequence[str]) -> tuple[list[str], Numbers]:
-    """Return the distinct names in the order of first use, and the index of each of N names in this list, int64 [N]."""
+    """Return the distinct names, and the index of each of N names among them, int64 [N]."""
     place: dict[str, int] = {}
     group_N = np.array([place.setdefault(name, len(place)) for name in names], dtype=np.int64)
     return list(place), group_N

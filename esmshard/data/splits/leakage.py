@@ -1,13 +1,12 @@
 """Finds what a test set shares with the training set: identical sequences, similar sequences, or changed positions.
 
-*Proteins* (function `check`) are compared by common 5-mers, without an alignment. Of 100 pairs of unrelated proteins
-with 300 residues, about 3 have a common 5-mer by chance (300 * 300 / 20**5). If a share p of the residues of two
-proteins is identical, about p**5 of the 5-mers are common. A test record is similar to a training record if this
-training record has at least the share `SIMILAR` (0.2) of the distinct 5-mers of the test record, and at least `FEWEST`
-of these 5-mers, since short peptides have common 5-mers by chance. If changes are spread evenly, 0.2 means 72%
-identity. CD-HIT uses 5-mers for 70% identity and more (Li and Godzik 2006). So the check finds near-duplicates and
-close homologs, but no remote homologs: at 30% identity, only 0.2% of the 5-mers are common. An alignment search finds
-remote homologs, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
+*Proteins* (function `check`) are compared by common 5-mers, without an alignment. A test record is similar to a
+training record if the training record has at least the share `SIMILAR` (0.2) of the test record's distinct 5-mers, and
+at least `FEWEST` of them. If two proteins have a share p of identical residues, about p**5 of their 5-mers are common:
+a share of 0.2 means 72% identity. CD-HIT uses 5-mers for 70% identity and more (Li and Godzik 2006). By chance, about 3
+of 100 pairs of unrelated proteins with 300 residues have a common 5-mer (300 * 300 / 20**5). So the check finds
+near-duplicates and close homologs. Remote homologs (at 30% identity, 0.2% of the 5-mers are common) need an alignment
+search, such as `mmseqs easy-search -s 7.5 -e 1e-3`.
 
 *Variants of one protein* (function `variant_notices`) are all similar. A test variant is easy to predict if training
 variants change the same positions.
@@ -34,8 +33,8 @@ K = 5
 SIMILAR = 0.2
 FEWEST = 4
 MOST = 100_000_000
-"""The maximum number of training residues that a check reads, and the maximum number of pairs of equal 5-mers that a
-check counts (30 seconds on one core).
+"""A check reads at most this number of training residues, and counts at most this number of equal pairs of 5-mers (30
+seconds on one core).
 """
 
 _WORDS = len(STANDARD) ** K
@@ -44,7 +43,7 @@ _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(
 _BLOCK = 200_000
 """The approximate number of residues that are compared at a time."""
 _INDEXED = 10_000_000
-"""The maximum number of residues of the other sets that a check compares. Sorting so many 5-mers takes about 300 MB."""
+"""A check compares at most this number of residues of the other sets. Sorting their 5-mers needs about 300 MB."""
 _SAMPLE = 500
 _BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
@@ -53,32 +52,32 @@ _Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ComparedRecords:
-    """A set of N records, such as a token store or a part of a store. The residues of one record are read at a time."""
+    """A set of N records, such as a part of a token store."""
 
     count: int
     residues: Callable[[int], npt.NDArray[np.uint8]]
-    """A function that returns the tokens of the L residues of record n, uint8 [L]."""
+    """Returns the residues of record n as tokens, uint8 [L]."""
     id: Callable[[int], str]
 
     def part(self, number_M: _Ints) -> "ComparedRecords":
-        """Return a new set with the M records that have these numbers. The new set numbers its records from 0."""
+        """Return a set with the M records of these numbers, numbered from 0."""
         return ComparedRecords(
             len(number_M), lambda n: self.residues(int(number_M[n])), lambda n: self.id(int(number_M[n]))
         )
 
     def about(self) -> float:
-        """Estimate the total number of residues in the set from a sample of evenly spread records."""
+        """Estimate the total number of residues from a sample of records."""
         lengths = [len(self.residues(int(n))) for n in _spread(self.count, _SAMPLE)]
         return sum(lengths) / max(1, len(lengths)) * self.count
 
     def words(self) -> Iterator[tuple[int, _Ints, _Ints]]:
         """Yield the distinct 5-mers (words) of all records, in blocks of about `_BLOCK` residues.
 
-        For each block, yield the number of its first record, and two sorted arrays for the P words, int64 [P]:
-        the record in the block, and the word as a number. Words with letters besides the 20 amino acids are left out.
+        For each block, yield the number of its first record, and two sorted arrays for its P words, int64 [P]: the
+        record in the block, and the word as a number. Words are made only from the 20 standard amino acids.
         """
         first, block, size = 0, [], 0
-        end = np.zeros(K, dtype=np.uint8)  # 0 is <cls>, which is no amino acid, so no word spans two records
+        end = np.zeros(K, dtype=np.uint8)  # 0 is <cls>, which is no amino acid. So no word spans two records.
         for n in range(self.count):
             block.append(self.residues(n))
             size += len(block[-1])
@@ -96,34 +95,32 @@ class ComparedRecords:
 
 @dataclass(frozen=True)
 class Overlap:
-    """The numbers of records of one set, such as the test set, that are identical or similar to training records."""
+    """How many records of a set, such as the test set, are identical or similar to training records."""
 
     records: int
-    """The number of records of the set."""
     identical: int
-    """The number of records that have the same sequence as a training record."""
+    """The number of records with the sequence of a training record."""
     compared: int
-    """The number of records of the set whose 5-mers were compared: all records, or an evenly spread sample."""
+    """The number of records whose 5-mers were compared: all records, or an evenly spread sample."""
     similar: int = 0
     """The number of compared records that are similar, but not identical, to a training record."""
     closest: list[tuple[str, str, float]] = field(default_factory=list)
-    """Up to three records, most similar first: the id of the record, the id of a training record, and the share of the
-    record's 5-mers that the training record has too.
+    """For up to three records, most similar first: the id of the record, the id of a training record, and the share of
+    the record's 5-mers that the training record has too.
     """
 
 
 @dataclass(frozen=True)
 class Leakage:
-    """The result of the function `check`: what other sets share with the training set."""
+    """The result of the function `check`: the overlap of each other set with the training set, by set name."""
 
     train_records: int
     train_compared: int
     overlaps: dict[str, Overlap]
-    """The overlap of each other set with the training set, by the name of the other set."""
 
     def notices(self, what: str = "records") -> list[str]:
-        """Return a sentence for each set that has records identical or similar to training records, and one sentence
-        about all sets without such records. `what` is the plural noun for the records.
+        """Return a sentence for each set with records that are identical or similar to training records, and a sentence
+        about all other sets. `what` is the plural noun for the records.
         """
         sampled = self.train_compared < self.train_records
         train = f"{self.train_compared:,} of {self.train_records:,} training" if sampled else "training"
@@ -147,8 +144,8 @@ class Leakage:
 
 def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> Leakage:
     """Compare the sets `others` with the training set. If the training set has more than about `most` residues, only a
-    sample is compared. If the other sets have more than about `_INDEXED` residues, or about `most` equal 5-mers with
-    the training set, only samples of these sets are compared by 5-mers.
+    sample is compared. If the other sets have more than about `_INDEXED` residues, or more than about `most` pairs of
+    equal 5-mers with the training set, only samples of them are compared by 5-mers.
     """
     total = train.count
     if train.about() > most:
@@ -172,7 +169,6 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
         related = [(1.0, int(n), int(partner_N[n])) for n in np.flatnonzero(partner_N >= 0)]
         close = np.flatnonzero((share_M > 0) & (partner_N[number_M] < 0))
         related += [(float(share_M[m]), int(number_M[m]), int(nearest_M[m])) for m in close]
-        # Identical pairs come first. The sort is stable, so pairs with equal shares stay in the order of the records.
         related.sort(key=lambda pair: -pair[0])
         closest = [(records.id(n), train.id(other), share) for share, n, other in related[:3]]
         identical = int((partner_N >= 0).sum())
@@ -181,8 +177,8 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
 
 
 def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> list[str]:
-    """Return sentences about the variants and positions of each set that are also in the set `train`. `sets` has the
-    variant numbers of each set. Variants with the same name are identical.
+    """Return sentences about variants and positions of each set that are also in the set `train`. `sets` has the
+    variant numbers of each set.
     """
     train = sets["train"].tolist()
     trained, changed = {names[n] for n in train}, frozenset().union(*(positions[n] for n in train))
@@ -206,21 +202,21 @@ def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], s
 
 
 def _spread(count: int, most: int) -> _Ints:
-    """Return at most `most` (at least 1) evenly spread numbers from 0 to `count` - 1."""
+    """Return up to `most` (at least 1) evenly spread numbers from 0 to `count` - 1."""
     kept = min(count, max(1, most))
     return np.arange(kept, dtype=np.int64) * count // max(1, kept)
 
 
 def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
-    """Yield each pair of records that have a common 5-mer, as two record numbers. The smaller number comes first."""
+    """Yield the numbers of each pair of records with a common 5-mer, smaller number first."""
     for first, shared in _shared(records, _index([records])):
         later = shared.col > shared.row + first
         yield from zip((shared.row[later] + first).tolist(), shared.col[later].tolist(), strict=True)
 
 
 def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
-    """Return an array for each of the sets `others`, int64 [N]: the number of the first training record with the same
-    sequence as record n, or -1 if no training record has this sequence.
+    """Return for each record of the sets `others` the number of the first training record with the same sequence, or
+    -1; an array int64 [N] for each set.
     """
     distinct_U, first_U = np.unique(hashes(train), return_index=True)
     if not len(distinct_U):
@@ -233,12 +229,12 @@ def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -
 
 
 def hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
-    """Return the hash of the sequence of each record, by the function `key`, uint64 [N]."""
+    """Return the sequence hash (`key`) of each record, uint64 [N]."""
     return np.array([key(records.residues(n)) for n in range(records.count)], dtype=np.uint64)
 
 
 def _index(sets: Sequence[ComparedRecords]) -> Any:
-    """Return an index of the Q records of all sets: a sparse matrix, [words, Q], with 1 for each 5-mer of a record."""
+    """Return a sparse matrix, [words, Q], with 1 for each 5-mer of each of the Q records of all sets."""
     first, words, records = 0, [np.empty(0, dtype=np.int32)], [np.empty(0, dtype=np.int32)]
     for part in sets:
         for start, record_P, word_P in part.words():
@@ -249,16 +245,16 @@ def _index(sets: Sequence[ComparedRecords]) -> Any:
 
 
 def _shared(records: ComparedRecords, has_WQ: Any) -> Iterator[tuple[int, Any]]:
-    """Count the common 5-mers of records and of the Q records of an index (`_index`). Yield for each block of B records
-    the number of its first record, and a sparse matrix with the counts, [B, Q].
+    """Count the common 5-mers of each record and each of Q indexed records (`_index`). Yield for each block of B
+    records the number of its first record, and a sparse matrix with the counts, [B, Q].
     """
     for first, record_P, word_P in records.words():
         yield first, (_ones(record_P, word_P, (int(record_P.max(initial=-1)) + 1, _WORDS)) @ has_WQ).tocoo()
 
 
 def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
-    """Find the most similar training record for each of the Q records of an index (`_index`). Return the share of
-    common 5-mers, float64 [Q], and the training record's number, int64 [Q]; 0 and -1 if none is similar.
+    """Find the most similar training record for each of Q indexed records (`_index`). Return the share of common
+    5-mers, float64 [Q], and the number of the training record, int64 [Q]; 0 and -1 if no record is similar.
     """
     size_Q = has_WQ.sum(0)
     share_Q, nearest_Q = np.zeros(len(size_Q)), np.full(len(size_Q), -1, dtype=np.int64)
@@ -286,10 +282,8 @@ CLASSES = ("C3", "C2", "C1")
 
 
 def two_chains(residues: npt.NDArray[Any], record_id: str, path: Path | None = None) -> list[tuple[int, int]]:
-    """Return the begin and the end (exclusive) of each of the two chains in the tokens of a record.
-
-    Raises:
-        InputError: the record does not have two chains.
+    """Return the begin and the end (exclusive) of both chains in the tokens of a record. Raises `InputError` if the
+    record does not have two chains.
     """
     spans = chain_spans(residues)
     if len(spans) != 2:
@@ -299,12 +293,12 @@ def two_chains(residues: npt.NDArray[Any], record_id: str, path: Path | None = N
 
 
 def key(residues: npt.NDArray[np.uint8]) -> np.uint64:
-    """Hash a sequence to 64 bits. For a million sequences, the probability of two equal hashes is 1 in 37 million."""
+    """Hash a sequence to 64 bits. Among a million sequences, two hashes are equal with probability 1 / 37 million."""
     return np.uint64(int.from_bytes(hashlib.blake2b(residues.tobytes(), digest_size=8).digest(), "little"))
 
 
 def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> list[str]:
-    """Return sentences about pairs and sequences of other sets that are in `train`, or similar to sequences there."""
+    """Return sentences about pairs and sequences of other sets that are in `train` or similar to sequences there."""
     train_N2, single = _distinct(train)
     trained, pairs = {sequence for pair in train_N2 for sequence in pair}, {frozenset(pair) for pair in train_N2}
     notices, singles = [], {}

@@ -1,4 +1,4 @@
-"""Opens the training, validation or test set of a recipe. `SET=` in FASTA headers, or a table column, may name sets."""
+"""Opens the training, validation or test set of a recipe. Headers (`SET=`) or a table column may name the sets."""
 
 import hashlib
 import shlex
@@ -33,18 +33,12 @@ OpenLabels = Callable[[Path, TokenStore, DataSettings], Labels | None]
 def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Sequence[TrackFile] = ()) -> Examples:
     """Open the training, validation or test set of a recipe. Only training records are cropped.
 
-    In a cross-validation, the test set is one fold of the training file. If the recipe names this file for validation
+    In a cross-validation, the test set is a fold of the training file. If the recipe names this file for validation
     too, the next fold is the validation set. Without folds, `SET=` in the header may name the set of a record.
 
-    Args:
-        recipe: the recipe as loaded.
-        name: the name of the set: `train`, `valid` or `test`.
-        labels: a function that opens the labels of the records; None if only the sequences are needed.
-        tracks: the tracks of the recipe (function `esmshard.tasks.finetuned.tracks_of`).
-
-    Raises:
-        UsageError: a recipe key does not fit the files.
-        InputError: the set cannot be read, or has no record.
+    `name` is `train`, `valid` or `test`. `labels` opens the labels of the records; None if only sequences are needed.
+    `tracks` are the tracks of the recipe. Raises `UsageError` if a recipe key does not fit the files, and `InputError`
+    if the set cannot be read, or has no record.
     """
     data, seed = recipe.data, recipe.train.seed
     files = (remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None)
@@ -88,8 +82,8 @@ def open_tested(
 ) -> Examples:
     """Open labelled records to test a model. `source` is a FASTA file, a table, a token store, structures, or a sample.
 
-    `file` is the file of the labels; None if the labels are in the file of the records. `recipe` is the recipe of the
-    model. `labels` and `tracks` are as in the function `open_split`; `complexes` is the recipe key `data.complexes`.
+    `file` is the label file; None if the labels are with the records. `recipe` is the recipe of the model. For `labels`
+    and `tracks` see the function `open_split`, for `complexes` the recipe key `data.complexes`.
     """
     path = remote.data_file(source)
     structure_folder.require_structures(path, complexes)
@@ -98,7 +92,7 @@ def open_tested(
     examples = Examples(Path(source).name, path, tokens, labels(fasta, tokens, data), apart=recipe.task.pairs)
     if marked(tokens):
         examples.notices.append(
-            f"all its records are scored, whatever {marks(path)} says; `esmshard split {path} -o DIR "
+            f"all records are scored, and {marks(path)} is ignored; `esmshard split {path} -o DIR "
             "--by given` writes the test set to DIR/test.fasta"
         )
     if sources:
@@ -107,8 +101,8 @@ def open_tested(
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
-    """Return the file of sequences of a data path, the records of this file, and the tracks with their paths. If the
-    data path has structures, the file is a FASTA file that is made from the structures.
+    """Return the sequence file of a data path (for structures, a FASTA file made from them), its records, and the
+    tracks with their paths.
     """
     sources = with_paths(path, tracks)
     fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
@@ -121,7 +115,7 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
 
 
 def joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Return a copy of a recipe with the linker of the model in the key `data.join`, except for tasks on pairs."""
+    """Copy a recipe, with the linker of the model in `data.join` unless the task is on pairs."""
     if recipe.task.pairs:
         return recipe
     join = JoinSettings(linker=chains.linker, gap=chains.gap)
@@ -129,8 +123,8 @@ def joined(recipe: Recipe, chains: Chains) -> Recipe:
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
-    """Return a copy of a recipe without `batch.sequences`. The key `batch.global_tokens` is set to this number of
-    sequences times the number of tokens of the longest example.
+    """Copy a recipe, with `batch.sequences` replaced by `batch.global_tokens`: the number of sequences times the tokens
+    of the longest example.
     """
     if recipe.batch.sequences is None:
         return recipe
@@ -140,24 +134,22 @@ def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
 
 
 class Clusters(NamedTuple):
-    """A clustering of N records: the name of the cluster of each record."""
+    """A clustering of N records."""
 
     names: list[str]
-    """For each record, the id of its cluster's representative. Joined clusters have the alphabetically first id."""
+    """The cluster name of each record: the id of a representative, alphabetically first for joined clusters."""
     source: str
-    """The path of the cluster file, or the name of the program that made the clusters, with version and options."""
+    """The path of the cluster file; or the program that made the clusters, with version and options."""
     notices: list[str]
-    """Sentences about members of clusters that were ignored, or relatives that may be missed."""
+    """Sentences about ignored members of clusters, or relatives that may be missed."""
 
 
 def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
     """Read the clusters of N records from a file with lines `representative<TAB>member`, as MMseqs2 writes.
 
-    Clusters that have a record in common are joined. The file may name the record `sp|P69905|HBA_HUMAN` by the
-    accession `P69905`, since MMseqs2 shortens such ids.
-
-    Raises:
-        InputError: a line has another form, or a record is in no cluster. The message names the line or the records.
+    Clusters with a common record are joined. The file may name the record `sp|P69905|HBA_HUMAN` by the accession
+    `P69905`, since MMseqs2 shortens UniProt ids. Raises `InputError` if a line has another form, or a record is in no
+    cluster.
     """
     representatives: list[str] = []
     members: list[str] = []
@@ -190,7 +182,7 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
 
 
 def sequence_names(store: TokenStore) -> list[str]:
-    """Return a name for each record: a hash of its sorted chains. Records with the same chains get the same name."""
+    """Return a name for each record, a hash of its sorted chains. Records with the same chains get the same name."""
     names = []
     for n in range(len(store)):
         residues = store.residues(n)
@@ -200,10 +192,10 @@ def sequence_names(store: TokenStore) -> list[str]:
 
 
 def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[np.int64]:
-    """Return the fold of each record, int64 [N]. The folds do not depend on the random seed of the recipe.
+    """Return the fold of each record, int64 [N], independent of the random seed of the recipe.
 
-    `clusters` is the path of a cluster file, and records of a cluster get the same fold. If `clusters` is None, records
-    with the same sequence or chains get the same fold.
+    Records of a cluster in the file `clusters` get the same fold. If `clusters` is None, records with the same chains
+    get the same fold.
     """
     if clusters is not None:
         groups = read_clusters(remote.data_file(clusters), [store.id(n) for n in range(len(store))]).names
@@ -213,33 +205,31 @@ def fold_of(store: TokenStore, folds: int, clusters: str | None) -> npt.NDArray[
 
 
 _SEARCHED = 100
-"""The number of records of a file that the function `marked` searches for `SET=`."""
+"""The number of records in which the function `marked` searches for `SET=`."""
 
 
 def members(
     data: DataSettings, name: str, path: Path, fasta: Path, tokens: TokenStore
 ) -> tuple[npt.NDArray[np.bool_] | None, list[str]]:
-    """Return which records of a file belong to the set `name`, bool [N], or None for all records. Also return notices.
+    """Return which records belong to the set `name`, bool [N], or None for all records. Also return notices.
 
-    If the recipe names a file for one set only, all records of the file belong to this set, and `SET=` is ignored.
-    `path` is the file that the recipe names. `fasta` is the file of the records, which are in `tokens`.
-
-    Raises:
-        InputError: a record has no set, this set has no record, or the test set would be the training set.
-        UsageError: the file names the sets of records, and `data.folds` is set too.
+    If the recipe names a file for a single set, all records of the file belong to this set, and `SET=` is ignored.
+    `path` is the file in the recipe. `fasta` is the file of the records `tokens`. Raises `InputError` if a record has
+    no set, if this set has no record, or if the test set would be the training set; and `UsageError` if the file names
+    the sets of records, and `data.folds` is set too.
     """
     splits = SETS if data.folds is None else SETS[:2]  # With folds, the test set is a fold of the training file.
     if name not in splits:
         return None, []
     if sum(getattr(data, other) == getattr(data, name) for other in splits) < 2:
         unused = (
-            f"{marks(path)} is not used, since the recipe names the file for {name} alone, and all its records are "
-            "taken; to divide a file, name it in data.train, data.valid and data.test"
+            f"{marks(path)} is not used: all records are {name} records, since the recipe names the file only for "
+            f"{name}; to divide a file, name it in data.train, data.valid and data.test"
         )
         return None, [unused] if marked(tokens) else []
     source = label_source(fasta, data) if data.labels is not None else None
     if isinstance(source, Table):
-        in_source = source.only_column(("set", "split"), "rename the one that is not meant") is not None
+        in_source = source.only_column(("set", "split"), "rename one of them") is not None
     else:
         headers = [] if source is None else (record.header for record in read_label_fasta(source))
         in_source = any(_of_header(header, str(source), Edits()) != LEFT_OUT for header in headers)
@@ -275,12 +265,12 @@ def members(
 
 
 def marked(tokens: TokenStore) -> bool:
-    """Return whether one of the first 100 records (`_SEARCHED`) has `SET=` in its header."""
+    """Return whether the header of any of the first records (`_SEARCHED`) has `SET=`."""
     return any(b"SET=" in tokens.header(n).upper() for n in range(min(_SEARCHED, len(tokens))))
 
 
 def marks(path: Path) -> str:
-    """Return words for a message that say where a file names the sets: in a column of the table, or in the headers."""
+    """Return the place where a file names the sets, as words for a message."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
 
 
@@ -295,21 +285,20 @@ def given_splits(
 ) -> Numbers:
     """Return the set of each record as an index in `SETS`, int64 [N]; LEFT_OUT for a record without a set.
 
-    Sets are read from `SET=` in the headers of the records, and from `source`. If both name a set for a record, it must
-    be the same set.
+    Sets are read from `SET=` in the headers of the records, and from `source`.
 
     Args:
         store: the records.
         fasta: the file of the records, for messages.
         source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a FASTA file
             of labels with `SET=` and `VALIDATION=` in its headers. With None, only the headers of the records are read.
-        edits: counts records that are left out, and sets of unknown records.
+        edits: counts left-out records, and sets of unknown records.
         id_column: the name of the id column; see the function `rows_of_records`.
         required: whether a record without a set is an error.
 
     Raises:
         InputError: no record has a set, a required set is missing, a cell or header does not name a set, or a record
-            has two sets. The message names the record, the line or counts.
+            has two different sets.
     """
     headers = (_of_header(store.description(n), str(fasta), edits) for n in range(len(store)))
     number_N: Numbers = np.fromiter(headers, np.int64, len(store))
@@ -340,14 +329,14 @@ def given_splits(
         n = int(both_N.argmax())
         other = source.path if isinstance(source, Table) else source
         record = f"{fasta}: record {shown(store.id(n))} is of {SETS[number_N[n]]}"
-        raise InputError(f"{record}, and {other} says {SETS[given_N[n]]}; correct one of the two")
+        raise InputError(f"{record}, but {other} says {SETS[given_N[n]]}; correct one of the two")
     number_N = np.where(marked_N, number_N, given_N)
     check_labelled(store, fasta, number_N != LEFT_OUT, lacks, (), edits, required=required)
     return number_N
 
 
 def _of_header(header: str, where: str, edits: Edits) -> int:
-    if "SET=" not in header.upper():  # a quick test, since most headers name no set
+    if "SET=" not in header.upper():  # Most headers name no set, so this test saves time.
         return LEFT_OUT
     values = attributes(header, ("SET", "VALIDATION"), where, edits)
     if "SET" not in values:
@@ -357,7 +346,7 @@ def _of_header(header: str, where: str, edits: Edits) -> int:
 
 
 def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
-    """Return the set that a label file names for each record, int64 [N]; LEFT_OUT for a record without a set there."""
+    """Return the set of each record in a label file, int64 [N]; LEFT_OUT for a record without a set."""
     number_N = np.full(len(store), LEFT_OUT, dtype=np.int64)
     line_N = np.zeros(len(store), dtype=np.int64)
     for record in read_label_fasta(path):

@@ -1,4 +1,4 @@
-"""The command `esmshard split`: methods that divide a data set, options of these methods, and files of the sets.
+"""The command `esmshard split`: divides a data set, and writes the files of its sets.
 
     OUT/train.fasta  valid.fasta  test.fasta     the records of each set, with their headers
     OUT/train.npz    valid.npz    test.npz       coordinates, if the input NAME.fasta has a file NAME.npz
@@ -6,7 +6,7 @@
     OUT/splits.tsv                               id; set or fold (`none` if left out); cluster or line of the table
     OUT/split.json                               source, options, programs, counts, notices
 
-With folds, the files of the three sets of round k are in the directory `OUT/fold_k`.
+With folds, the three sets of round k are in the directory `OUT/fold_k`.
 """
 
 import json
@@ -43,7 +43,7 @@ from esmshard.vocab import STANDARD, decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")
 OF_VARIANTS = ("position", "contiguous", "modulo", "mutations", "low-to-high", "ratio", "given")
-"""The methods that divide sequences (OF_SEQUENCES) and variants (OF_VARIANTS). The first method is the default."""
+"""The methods that divide sequences and variants. The first method is the default."""
 _READS = {
     "cluster": ("clusters", "ratios", "folds", "seed"),
     "ratio": ("ratios", "folds", "seed"),
@@ -57,16 +57,16 @@ _READS = {
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
 """The options of MMseqs2: at least 30% identity over 80% of both sequences, and a sensitive search (`-s 7.5`)."""
 IDENTITY, COVERAGE = 0.3, 0.8
-"""Two sequences go to one cluster if an alignment has this share of identical pairs and covers this share of both."""
+"""Two sequences are in one cluster if an alignment has this share of identical pairs, and covers this share of both."""
 MOST_ALIGNED = 100_000
-"""The maximum number of pairs of sequences to align. So many alignments take some minutes on one core."""
+"""The maximum number of pairs of sequences to align (some minutes on one core)."""
 
 _INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method that divides a data set into sets or folds, and options of the method; see the file `assignment.py`."""
+    """A method that divides a data set, and its options; see `assignment.py`."""
 
     by: str
     ratios: Sequence[float] = RATIOS
@@ -77,19 +77,17 @@ class Method:
     train_max: str | None = None
     """The maximum number of mutations, or the maximum value, of training variants. `50%` means the median value."""
     target: str | None = None
-    """The column of measured values, by which the method `low-to-high` divides the variants."""
+    """The column of measured values for the method `low-to-high`."""
 
     @property
     def shares(self) -> Sequence[float]:
-        """The relative sizes of the sets or folds. The sizes need not add up to one."""
+        """The relative sizes of the sets or folds."""
         return self.ratios if self.folds is None else [1] * self.folds
 
 
 def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Method:
-    """Return the method `by`, one of the names in `known`, with options. An option that is None or [] has its default.
-
-    Raises:
-        UsageError: the method is not known, does not read one of the options, or needs an option that is missing.
+    """Return the method `by` with options. An option that is None or [] gets its default. Raises `UsageError` if `by`
+    is not in `known`, does not read a given option, or needs a missing option.
 
     >>> chosen(OF_VARIANTS, folds=5)
     Method(by='position', ratios=(0.8, 0.1, 0.1), folds=5, seed=0, clusters=(), train_max=None, target=None)
@@ -105,14 +103,14 @@ def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Metho
     if "folds" in given and "ratios" in given:
         raise UsageError("--ratios: folds are of equal size; leave out --ratios or --folds")
     if by in ("contiguous", "modulo") and "folds" not in given:
-        raise UsageError(f"--by {by} makes folds; pass --folds 5 to have those of ProteinGym")
+        raise UsageError(f"--by {by} makes folds; pass --folds 5 for the folds of ProteinGym")
     if given.get("folds", 3) < 3:
         raise UsageError(f"--folds {given['folds']}: at least 3 are needed, for train, valid and test")
     return Method(by, **given)
 
 
 def parse_ratios(text: str) -> list[float]:
-    """Parse the value of the option `--ratios`: three numbers above zero, such as `8,1,1`. Return the numbers."""
+    """Parse the value of `--ratios`: three numbers above zero, such as `8,1,1`."""
     ratios = [float(part) if NUMBER.fullmatch(part.strip()) else 0.0 for part in text.split(",")]
     if len(ratios) != len(SETS) or not 0 < min(ratios) <= max(ratios) < float("inf"):
         raise UsageError(f"--ratios {text}: three numbers above zero are expected, for train, valid and test")
@@ -120,14 +118,11 @@ def parse_ratios(text: str) -> list[float]:
 
 
 def align_clusters(records: ComparedRecords) -> Clusters:
-    """Cluster sequences without MMseqs2. A chain of pairs that reach IDENTITY and COVERAGE makes one cluster.
+    """Cluster sequences without MMseqs2. Pairs that reach IDENTITY and COVERAGE are joined to clusters.
 
     Only pairs with a common 5-mer are aligned (Smith-Waterman of Biopython, BLOSUM62, gap costs 12 and 1). At identity
     p, two proteins of 300 residues have about 300 * p**5 common 5-mers: 9 at 50%, 3 at 40%, and fewer than 1 at 30%. So
-    most pairs below about 40% identity are not found.
-
-    Raises:
-        InputError: there are more than MOST_ALIGNED pairs to align.
+    most pairs below about 40% identity are missed. Raises `InputError` for more than MOST_ALIGNED pairs.
     """
     import Bio
     from Bio.Align import PairwiseAligner  # slow to import
@@ -172,18 +167,15 @@ def align_clusters(records: ComparedRecords) -> Clusters:
 
 
 def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
-    """Cluster the sequences of N records with MMseqs2 and the constant OPTIONS. The temporary files in `directory` are
-    about ten times as large as the sequences.
-
-    Raises:
-        InputError: MMseqs2 fails. The message has the last line that MMseqs2 wrote.
+    """Cluster the sequences of N records with MMseqs2. Temporary files in `directory` are about ten times as large as
+    the sequences. If MMseqs2 fails, `InputError` has its last line.
     """
     program = shutil.which("mmseqs") or "mmseqs"
     with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
         work = Path(name)
         with open(work / "in.fasta", "w", encoding="ascii") as file:
             for number, sequence in enumerate(sequences):
-                file.write(f">{number}\n{sequence}\n")  # MMseqs2 shortens some ids, but no numbers.
+                file.write(f">{number}\n{sequence}\n")  # MMseqs2 shortens some ids, but not numbers.
         version = _run(program, "version").strip()
         _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
         clusters = read_clusters(work / "out_cluster.tsv", [str(number) for number in range(len(ids))])
@@ -222,7 +214,7 @@ class FastaRecords:
 
     def divide(self, method: Method, directory: Path, say: Callable[[str], None]) -> Numbers:
         """Return the set or fold of each record, int64 [N]. Records with the same sequence go to the same set, unless
-        the method is `given`. `directory` is for temporary files of MMseqs2. `say` gets a message before clustering.
+        the method is `given`. `directory` is for temporary files. `say` gets a message before clustering.
         """
         if method.by == "given":
             edits = Edits()
@@ -248,16 +240,16 @@ class FastaRecords:
         return assignment.by_cluster(self._clusters, method.shares, method.seed)
 
     def columns(self) -> dict[str, Sequence[object]]:
-        """Return the columns of the file `splits.tsv`, except the column of sets or folds. Each column has N cells."""
+        """Return the columns of `splits.tsv` without the column of sets or folds. Each column has N cells."""
         return {"id": self.ids, "cluster": self._clusters} if self._clusters else {"id": self.ids}
 
     def count(self, number_M: Numbers) -> dict[str, int]:
-        """Return the numbers of records and residues of a set, and the number of clusters if there are clusters."""
+        """Count the records, residues and clusters (if any) of a set."""
         sizes = {"records": len(number_M), "residues": int(self._store.lengths[number_M].sum(dtype=np.int64))}
         return sizes | ({"clusters": len({self._clusters[n] for n in number_M.tolist()})} if self._clusters else {})
 
     def write(self, stem: Path, number_M: Numbers) -> None:
-        """Write the records of a set to `STEM.fasta`, and the coordinates of these records, if any, to `STEM.npz`."""
+        """Write the records of a set to `STEM.fasta`, and their coordinates, if any, to `STEM.npz`."""
         with open(stem.with_name(f"{stem.name}.fasta"), "w", encoding="utf-8") as file:
             for n in number_M.tolist():
                 file.write(f">{self._store.description(n)}\n{decode(self._store.residues(n))}\n")
@@ -266,13 +258,13 @@ class FastaRecords:
             np.savez_compressed(stem.with_name(f"{stem.name}.npz"), **cut)  # type: ignore[arg-type]
 
     def check(self, sets: Mapping[str, Numbers], most: int) -> list[str]:
-        """Return sentences about records of other sets that are identical or similar to training records."""
+        """Return sentences about records that are identical or similar to training records."""
         records = ComparedRecords(len(self._store), self._store.residues, self._store.id)
         others = {name: records.part(number_M) for name, number_M in sets.items() if name != "train"}
         return leakage.check(records.part(sets["train"]), others, most).notices()
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
-        """Check that the `.npz` file fits the FASTA file, and return its arrays; None if there is no `.npz` file."""
+        """Return the arrays of the `.npz` file, after checks that it fits the FASTA file; None without such a file."""
         path = npz_beside(self._fasta)
         if self._fasta.is_dir() or not path.is_file():
             return None
@@ -289,7 +281,7 @@ class FastaRecords:
 
 
 def _cut(arrays: Mapping[str, npt.NDArray[Any]], ids: Sequence[str]) -> dict[str, npt.NDArray[Any]]:
-    """Return a copy of the arrays of an `.npz` file that has only the chains `ids`, in this order."""
+    """Copy the rows of the chains `ids`, in this order, from the arrays of an `.npz` file."""
     offsets, row = arrays["offsets"], {str(name): k for k, name in enumerate(arrays["names"])}
     rows = np.array([row[record_id] for record_id in ids])
     residues = np.concatenate([np.arange(offsets[k], offsets[k + 1]) for k in rows])
@@ -302,8 +294,8 @@ def _cut(arrays: Mapping[str, npt.NDArray[Any]], ids: Sequence[str]) -> dict[str
 class VariantRows:
     """N rows of a table of variants to divide. See the function `read_variants` for the arguments.
 
-    Rows with a stop codon, rows without a target value and rows that cannot be used are left out. A row that has only
-    synonymous changes is treated as the wild type.
+    Rows with a stop codon, rows without a target value and unusable rows are left out. A row with only synonymous
+    changes is treated as the wild type.
     """
 
     def __init__(
@@ -326,34 +318,36 @@ class VariantRows:
             value_N = self._variants.target_NT[:, 0]
             number_N = assignment.low_to_high(value_N, self._names, self._limit(method), method.ratios, method.seed)
         else:
-            most = method.train_max or "1"
-            if not most.isdecimal() or int(most) < 1:
-                raise UsageError(f"--train-max {most}: a number of mutations is expected, as 2")
-            options = (method.shares, method.seed, int(most))
+            train_max = method.train_max or "1"
+            if not train_max.isdecimal() or int(train_max) < 1:
+                raise UsageError(f"--train-max {train_max}: a number of mutations is expected, such as 2")
+            options = (method.shares, method.seed, int(train_max))
             number_N = assignment.of_variants(method.by, self._names, self._positions, *options)
         self.notices += left_out(self.source, self._names, number_N, method.by == "given")
         return number_N
 
     def _limit(self, method: Method) -> float:
-        """Return the maximum value of training variants: the option `train_max`, or the mean value of the wild type."""
+        """Return the maximum value of training variants: `train_max`, or the mean value of the wild type."""
         value_N, limit = self._variants.target_NT[:, 0], method.train_max
         if limit is None:
             wild = [n for n, name in enumerate(self._names) if name == "WT"]
             if not wild:
-                raise UsageError(f"{self.source}: has no row of the wild type as the limit; pass --train-max, as 50%")
+                raise UsageError(
+                    f"{self.source}: has no row of the wild type as the limit; pass --train-max, such as 50%"
+                )
             return float(value_N[wild].mean())
         try:
             number = float(limit.removesuffix("%"))
             return float(np.quantile(value_N, number / 100)) if limit.endswith("%") else number
         except ValueError:
-            raise UsageError(f"--train-max {limit}: a value, or a share of the values as 50%, is expected") from None
+            raise UsageError(f"--train-max {limit}: a value, or a share such as 50%, is expected") from None
 
     def columns(self) -> dict[str, Sequence[object]]:
-        """Return the columns of the file `splits.tsv`, except the column of sets or folds. Each column has N cells."""
+        """Return the columns of `splits.tsv` without the column of sets or folds. Each column has N cells."""
         return {"id": self._variants.names(), "line": [self._variants.table.lines[row] for row in self._rows]}
 
     def count(self, number_M: Numbers) -> dict[str, int]:
-        """Return the number of rows of a set (as `variants`), and the number of positions that these rows change."""
+        """Count the rows (`variants`) of a set and their changed positions."""
         positions = frozenset().union(*(self._positions[n] for n in number_M))
         return {"variants": len(number_M), "positions": len(positions)}
 
@@ -365,7 +359,7 @@ class VariantRows:
             write_rows(file, [[*self._variants.table.columns], *rows])
 
     def check(self, sets: Mapping[str, Numbers], _most: int) -> list[str]:
-        """Return sentences about variants and positions of other sets that are also in the training set."""
+        """Return sentences about variants and positions that are also in the training set."""
         return leakage.variant_notices(self._names, self._positions, sets)
 
 
@@ -383,15 +377,10 @@ def may_write(out: Path, overwrite: bool) -> None:
 def divide(
     data: Data, method: Method, out: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Divide a data set, and write the files of its sets. The new directory replaces `out` after all files are complete
-    (see the function `may_write`). `say` gets a message before a long step.
+    """Divide a data set, and write the files of its sets. The complete directory replaces `out` (see `may_write`).
 
-    Returns:
-        The sizes of each set or fold by name (`none` for records that are left out), and notices.
-
-    Raises:
-        InputError: the method cannot divide the data.
-        UsageError: `method.train_max` is not valid, or is needed and missing.
+    Return the sizes of each set or fold by name (`none` for left-out records), and notices. `say` gets a message before
+    a long step. Raises `InputError` if the method cannot divide the data, or `UsageError` for a wrong `train_max`.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     number_N = data.divide(method, out.parent, say)
@@ -421,7 +410,7 @@ def divide(
 
 
 def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
-    """Format the sizes of all sets or folds as a text table. `what` is the title of the first column.
+    """Format the sizes of all sets or folds as text. `what` is the title of the first column.
 
     >>> print(counts_table({"train": {"records": 1200}, "test": {"records": 8}}, "set"))
     set    records
@@ -436,7 +425,6 @@ def counts_table(counts: Mapping[str, Mapping[str, int]], what: str) -> str:
 
 
 def _write_sets(data: Data, directory: Path, number_N: Numbers, most: int) -> list[str]:
-    """Write the files of the three sets. Return notices about what the other sets share with the training set."""
     directory.mkdir(exist_ok=True)
     sets = {name: np.flatnonzero(number_N == k) for k, name in enumerate(SETS)}
     for name, number_M in sets.items():

@@ -1,4 +1,4 @@
-"""Opens the training, validation or test set of a recipe with a table of variants: sequences and measured values."""
+"""Opens the training, validation or test set of a recipe with a table of variants."""
 
 import functools
 import hashlib
@@ -23,23 +23,20 @@ from esmshard.recipe.sections import DataSettings
 from esmshard.vocab import encode_residues
 
 FOLDS = 5
-"""The default number of folds into which a table of variants is divided."""
+"""The default number of folds for a table of variants."""
 FLOOR = 0.9
-"""If at least this share of the values of a target lies in the worst tenth of the range of values, a notice says so."""
+"""A notice says if at least this share of the target values lies in the worst tenth of their range."""
 OUT_OF_FOLD = "variants.csv"
 """The file that a cross-validation writes, with a row for each row of the table of variants."""
 LEFT_OUT_WHY = "left out because"
-"""The last column of the file OUT_OF_FOLD. In this column is the reason why a row of the table was left out."""
+"""The last column of OUT_OF_FOLD: the reason why a row was left out."""
 
 
 class VariantRecords:
-    """N variants of one protein as a store of records. The sequence of a variant is made each time it is read.
+    """N variants of one protein as a store of records. Sequences are made when they are read.
 
-    Args:
-        path: the path of the table of variants.
-        wild_type: the part of the wild-type protein that the model reads.
-        mutations: the mutations of each variant. Position 0 is the first residue of the whole protein.
-        first: the position in the whole protein of the first residue of `wild_type`, counted from 0.
+    `wild_type` is the part of the protein that the model reads. It begins at position `first` of the whole protein,
+    counted from 0. `mutations` have positions in the whole protein.
     """
 
     def __init__(self, path: Path, wild_type: str, mutations: list[tuple[Mutation, ...]], first: int = 0) -> None:
@@ -52,17 +49,17 @@ class VariantRecords:
 
     @property
     def lengths(self) -> npt.NDArray[np.int32]:
-        """The number of residues of each of N variants, int32 [N]."""
+        """The number of residues of each variant, int32 [N]."""
         return np.full(len(self), len(self._residues), dtype=np.int32)
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """A dict with the total number of residues of all variants under the key `residues`."""
+        """A dict with the total number of residues (`residues`)."""
         return {"residues": len(self) * len(self._residues)}
 
     @property
     def digest(self) -> str:
-        """A hash of the wild type, the variants and the order of the variants."""
+        """A hash of the wild type, the variants and their order."""
         text = f"{self.wild_type}\n{self.first}\n" + "\n".join(map(name_of, self.mutations))
         return hashlib.sha256(text.encode()).hexdigest()
 
@@ -71,7 +68,7 @@ class VariantRecords:
         return name_of(self.mutations[n])
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the tokens of the L residues of variant n, uint8 [L]."""
+        """Return the residues of variant n as tokens, uint8 [L]."""
         residues = self._residues.copy()
         changed = [mutation.position - self.first for mutation in self.mutations[n]]
         letters = "".join(mutation.mutant for mutation in self.mutations[n])
@@ -80,8 +77,7 @@ class VariantRecords:
 
 
 def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
-    """Return a block number for each variant, int64 [N]. Variants that change the same sites get the same number. The
-    wild type gets -1.
+    """Return a number for each variant, int64 [N]: equal for variants that change the same sites, -1 for the wild type.
 
     >>> a, b = Mutation(0, "M", "A"), Mutation(4, "K", "C")
     >>> site_blocks([(a,), (a, b), (), (b, a), (b,)])
@@ -93,7 +89,7 @@ def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
 
 
 class VariantLabels:
-    """The measured values of N variants. The field `block_N` has a block number for each variant (`site_blocks`)."""
+    """The measured values of N variants, float32 [N, T], and their blocks (`site_blocks`), int64 [N]."""
 
     per_residue: ClassVar[bool] = False
     labelled_N: None = None
@@ -110,14 +106,10 @@ class VariantLabels:
 
 
 def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequence[TrackFile] = ()) -> Examples:
-    """Open the set `name` (`train`, `valid` or `test`) of a recipe with a table of variants. Only the training set has
-    the notices about the whole table.
-
-    If `alone` is true, the model reads only the wild type, and each variant counts as 3 tokens. `tracks` are the tracks
-    of the wild type.
-
-    Raises:
-        InputError: the table or the wild type cannot be read, they do not fit each other, or the set has no variant.
+    """Open the set `name` (`train`, `valid` or `test`) of a recipe with a table of variants. `tracks` are for the wild
+    type. If `alone` is true, the model reads only the wild type, and each variant counts as 3 tokens. Notices about the
+    table are in the training set. Raises `InputError` if the table or the wild type cannot be read, they do not fit
+    each other, or the set has no variant.
     """
     assert data.wild_type is not None
     fasta = remote.data_file(data.wild_type)
@@ -170,15 +162,15 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 
 
 def table_of(data: DataSettings) -> Variants:
-    """Read the variants of a recipe's table. The result stays in memory until table or wild type change on disk."""
+    """Read the variants of a recipe's table. They stay in memory until a file changes on disk."""
     key = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
     paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
     return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 
 def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
-    """Return the fold of each variant, int64 [N], and notices. If `data.split` is `mutations` or `given`, there are no
-    folds, and the array has the set of each variant. The result does not depend on the random seed of the recipe.
+    """Return the fold of each variant (its set if `data.split` is `mutations` or `given`), int64 [N], and notices. The
+    result does not depend on the random seed of the recipe.
     """
     variants = table_of(data)
     path, names, given = variants.table.path, variants.names(), data.split == "given"
@@ -200,17 +192,14 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
 
 
 def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
-    """Read the set of each of N rows from the column `set` or `split`. Return indices in `SETS` or LEFT_OUT, int64 [N].
-
-    FLIP's column `validation` may say which rows with the set `train` are in the validation set.
-
-    Raises:
-        InputError: there is no column `set` or `split`, or a cell does not name a set.
+    """Return the set of each row in the column `set` or `split`, or LEFT_OUT, int64 [N]. FLIP's column `validation` may
+    say which rows of the set `train` are validation rows. Raises `InputError` if there is no column `set` or `split`,
+    or a cell does not name a set.
     """
-    column = table.only_column(("set", "split"), "rename the one that is not meant")
+    column = table.only_column(("set", "split"), "rename one of them")
     if column is None:
         raise InputError(f"{table.path}: has no column 'set' or 'split'; {listed(table.columns)}")
-    validation = table.only_column(("validation",), "rename the one that is not meant")
+    validation = table.only_column(("validation",), "rename one of them")
     sets, truths = table.columns[column], table.columns[validation] if validation else [""] * len(table)
     numbers = [
         SETS.index(split_of(sets[row], truths[row], table.where(row))) if sets[row] else LEFT_OUT for row in rows
@@ -219,7 +208,7 @@ def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
 
 
 def given_sets(variants: Variants) -> Numbers:
-    """Return the set that the table names for each variant, int64 [N]; LEFT_OUT for a variant without a set."""
+    """Return the set of each variant in the table, int64 [N]; LEFT_OUT for a variant without a set."""
     table, rows = variants.table, [row for rows in variants.rows for row in rows]
     set_of = dict(zip(rows, sets_of_rows(table, rows).tolist(), strict=True))
     number_N = np.array([set_of[rows[0]] for rows in variants.rows], dtype=np.int64)
@@ -231,7 +220,7 @@ def given_sets(variants: Variants) -> Numbers:
 
 
 def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -> list[str]:
-    """Return a list with one notice if variants are in no set. `given` says whether the table names the sets."""
+    """Return a notice about variants in no set, if there are any. `given` says whether the table names the sets."""
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT).tolist()]
     if not left:
         return []
@@ -241,7 +230,7 @@ def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -
 
 
 def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
-    """Return a notice for each target whose values lie mostly (FLOOR) in the worst tenth of their range."""
+    """Return a notice for each target with most values (FLOOR) in the worst tenth of their range."""
     notices = []
     target_NT = np.log(variants.target_NT) if data.transform == "log" else variants.target_NT
     for name, y_N in zip(variants.target_names, target_NT.T, strict=True):
@@ -251,37 +240,35 @@ def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
         if share >= FLOOR:
             notices.append(
                 f"{variants.table.path}: {share:.0%} of the values of {name!r} lie in the worst tenth of their range, "
-                "so that a correlation over all variants says little about the best ones; look at the recall of the "
+                "so a correlation over all variants says little about the best variants; look at the recall of the "
                 "best 1% and at the mean of the chosen variants"
             )
     return notices
 
 
 def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
-    """Return the part of the wild type that the model reads, and the position of its first residue, counted from 0.
+    """Return the part of the wild type that the model reads, and its position in the wild type, counted from 0.
 
-    If `data.long` is `window`, a longer wild type is cut to `data.max_length` residues around all mutated residues. The
-    part is the same for all variants, so one forward pass of the wild type is enough.
-
-    Raises:
-        InputError: the mutated residues do not fit into `data.max_length` residues.
+    If `data.long` is `window`, a longer wild type is cut to `data.max_length` residues around all mutated residues. All
+    variants have the same part, so a single forward pass of the wild type is enough. Raises `InputError` if the mutated
+    residues do not fit into `data.max_length` residues.
     """
-    protein, most = variants.wild_type, data.max_length
-    if data.long != "window" or len(protein) <= most:
+    protein, max_length = variants.wild_type, data.max_length
+    if data.long != "window" or len(protein) <= max_length:
         return protein, 0
     mutated = sorted(set().union(*variants.positions())) or [0]
     low, high = mutated[0], mutated[-1]
-    if high - low >= most:
+    if high - low >= max_length:
         raise InputError(
             f"{variants.table.path}: the mutated residues {low + 1} to {high + 1} do not fit into a window of "
-            f"data.max_length, {most}; raise it, or set data.long to full"
+            f"data.max_length, {max_length}; raise data.max_length, or set data.long to full"
         )
-    first = min(max((low + high + 1 - most) // 2, 0), len(protein) - most)
-    return protein[first : first + most], first
+    first = min(max((low + high + 1 - max_length) // 2, 0), len(protein) - max_length)
+    return protein[first : first + max_length], first
 
 
 def _share(members_N: npt.NDArray[np.bool_], names: list[str], share: float) -> npt.NDArray[np.bool_]:
-    """Keep a random share of the members, chosen by a hash of names. A larger share contains a smaller share."""
+    """Choose a random share of the members by a hash of their names. A larger share contains a smaller share."""
     members = np.flatnonzero(members_N)
     drawn = sorted(members, key=lambda n: hashlib.sha256(names[n].encode()).digest())
     taken_N = np.zeros_like(members_N)

@@ -1,17 +1,17 @@
-"""Reads the protein chains of structure files with gemmi: the whole sequence and the coordinates of each chain.
+"""Reads protein chains from structure files with gemmi: the whole sequence and the coordinates of each chain.
 
 | in the file | what is read |
 |---|---|
 | several models | the first model; such files are counted |
-| alternative locations | for each residue, the first location with the highest occupancy; such residues are counted |
-| insertion codes | a residue with an insertion code is an additional residue |
+| alternative locations | the first location with the highest occupancy; such residues are counted |
+| insertion codes | each code is an additional residue |
 | SEQRES, or `_entity_poly_seq` with `label_seq_id` | the sequence; residues without atoms have no coordinates |
 | no listed sequence | the residues with atoms; such chains, and gaps in the residue numbers, are counted |
 | MSE, SEC, PYL, ASX, GLX, UNK | `M U O B Z X` |
 | other residues | the parent in gemmi's table, `_pdbx_struct_mod_residue` or MODRES, else `X`; both are counted |
 | hydrogens, water, ligands, nucleic acids | not read |
 
-The id of a chain is `FILE_CHAIN`: the file name in lower case without extensions, and the author's chain name.
+A chain has the id `FILE_CHAIN`: the file name in lower case without extensions, and the author's chain name.
 """
 
 import itertools
@@ -31,15 +31,13 @@ from esmshard.io.tables import read_whole
 from esmshard.vocab import RESIDUES
 
 FARTHEST = 1e5
-"""The maximum absolute coordinate in Angstrom. A file with a larger coordinate is refused. PDB files have room for
-9,999.
-"""
+"""The maximum absolute coordinate in Angstrom (9,999 in PDB files). Larger coordinates are refused."""
 ENDINGS = ".pdb, .ent, .cif or .mmcif, plain or with .gz, .bz2, .xz or .zst"
 _ENDING = re.compile(r"\.(?:(pdb|ent)|(cif|mmcif))(?:\.(?:gz|bz2|xz|zst))?$", re.IGNORECASE)
 NAMELESS = "_"
-"""The name that a PDB chain without a name gets. Chain ids do not include this name."""
+"""The name for a PDB chain without a name. Chain ids do not include it."""
 BONDED = 2.0
-"""Two residues are bonded if atom C of the first and atom N of the second are closer than this number of Angstrom."""
+"""Two residues are bonded if atom C of the first and atom N of the second are closer than this, in Angstrom."""
 _BACKBONE = ("N", "CA", "C")
 _PDB_NUMBER = re.compile(r" *[-+]?(\d+\.?\d*|\.\d+) *")
 _PEPTIDES = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD, gemmi.PolymerType.CyclicPseudoPeptide)
@@ -47,31 +45,29 @@ _PEPTIDES = (gemmi.PolymerType.PeptideL, gemmi.PolymerType.PeptideD, gemmi.Polym
 
 @dataclass(frozen=True)
 class Chain:
-    """A protein chain of L residues, or several chains of a file that are one record."""
+    """A protein chain of L residues, or several chains that are one record."""
 
     id: str
     sequence: str
-    """The letter of each residue, from the constant `vocab.RESIDUES`. Residues without coordinates have letters too."""
+    """The letters of all residues (`vocab.RESIDUES`), also of residues without coordinates."""
     cb_L3: npt.NDArray[np.float32]
     """Cb coordinates in Angstrom from ideal geometry, also for glycine; NaN if atom N, CA or C is missing."""
     backbone_L33: npt.NDArray[np.float32]
-    """Coordinates of the atoms N, CA and C of each residue in Angstrom; NaN for a missing atom."""
+    """Coordinates of atoms N, CA and C in Angstrom; NaN for a missing atom."""
 
 
 def is_structure_name(name: str) -> bool:
-    """Return whether a file name ends with an extension of structure files (the constant `ENDINGS`)."""
+    """Return whether a file name has an extension of structure files (ENDINGS)."""
     return _ENDING.search(name) is not None
 
 
 def chain_prefix(path: Path) -> str:
     """Return the first part of chain ids: the file name in lower case, without extensions, with `_` for each space.
-
-    Raises:
-        InputError: the file name has characters that are not allowed in an id.
+    Raises `InputError` if the name has characters that are not allowed in an id.
     """
     name = _ENDING.sub("", path.name).lower().replace(" ", "_")
     if not name or not name.isprintable() or name.startswith(">"):
-        raise InputError(f"{str(path)!a}: the file name becomes the chains' id; rename it with plain characters")
+        raise InputError(f"{str(path)!a}: the file name becomes the chain id; rename the file with plain characters")
     return name
 
 
@@ -82,15 +78,14 @@ def read_chains(
     min_plddt: float | None = None,
     edits: Edits | None = None,
 ) -> list[Chain]:
-    """Read the protein chains of one PDB or mmCIF file, plain or compressed, in the order of the file. The table at the
-    top of this module says how each part of a file is read.
+    """Read the protein chains of a PDB or mmCIF file, plain or compressed, as described at the top of this module.
 
     Args:
         path: the structure file. The file extension decides the format.
         chains: the author's names of the chains to read; by default every protein chain.
         min_plddt: a residue gets no coordinates if its atom CA is missing or has a lower B-factor. In predicted
             structures, the B-factor is the pLDDT (predicted accuracy of the residue).
-        edits: counts changes and parts that are left out.
+        edits: counts changed and left-out parts.
 
     Raises:
         InputError: the file cannot be read or contradicts itself, or a chain of `chains` is missing.
@@ -132,10 +127,10 @@ def read_chains(
 def virtual_cb(
     n_L3: npt.NDArray[np.float64], ca_L3: npt.NDArray[np.float64], c_L3: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Compute Cb coordinates by ideal geometry, [L, 3]: bond 1.522 A to CA, angle 1.927 to N, dihedral -2.143 to C.
+    """Compute Cb coordinates, [L, 3]: bond 1.522 A to CA, angle 1.927 rad to N, dihedral -2.143 rad to C.
 
-    Angles are in radians. The contact notebook of fair-esm has the same geometry: `extend(C, N, CA, 1.522, 1.927,
-    -2.143)`. The result is NaN if an atom is missing, or if the three atoms lie on a line.
+    The geometry is from the contact notebook of fair-esm: `extend(C, N, CA, 1.522, 1.927, -2.143)`. The result is NaN
+    if an atom is missing, or if the three atoms lie on a line.
     """
     length, angle, dihedral = 1.522, 1.927, -2.143
     to_n_L3 = _unit(n_L3 - ca_L3)
@@ -151,13 +146,13 @@ def virtual_cb(
 
 def _unit(x_L3: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     length_L1 = np.linalg.norm(x_L3, axis=-1, keepdims=True)
-    length_L1[length_L1 < 1e-3] = np.nan  # Coordinates have three decimals, so a shorter vector is zero.
+    length_L1[length_L1 < 1e-3] = np.nan  # With three decimals, a shorter vector is zero.
     unit_L3: npt.NDArray[np.float64] = x_L3 / length_L1
     return unit_L3
 
 
 def _read_structure(path: Path) -> gemmi.Structure:
-    """Read a structure file with gemmi. If a chain has a listed sequence, `label_seq` of a residue is its position."""
+    """Read a structure file with gemmi. `label_seq` of a residue is its position in the listed sequence, if any."""
     ending = _ENDING.search(path.name)
     if ending is None:
         raise InputError(f"{path}: not a structure file by its name; {ENDINGS} is expected")
@@ -178,7 +173,7 @@ def _read_structure(path: Path) -> gemmi.Structure:
 
 
 def _check_coordinates(path: Path, text: str) -> None:
-    """Raise `InputError` if an atom in a PDB file has no number as a coordinate. gemmi would read such text as 0."""
+    """Raise `InputError` if a coordinate in a PDB file is no number, which gemmi would read as 0."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.startswith(("ATOM", "HETATM")):
             for column in (line[30:38], line[38:46], line[46:54]):
@@ -219,8 +214,8 @@ def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
 
 
 def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -> None:
-    """Compute the positions of residues in SEQRES from bonds and residue numbers. Use these positions if they fit
-    SEQRES at least as well as gemmi's alignment. In a repeat, an alignment cannot tell which residues are missing.
+    """Compute positions in SEQRES from bonds and residue numbers. Use them if they fit as well as gemmi's alignment: in
+    a repeat, an alignment cannot tell which residues are missing.
     """
     residues = list(polymer)
     if entity is None:
@@ -240,11 +235,11 @@ def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -
 
 
 def _step(before: gemmi.Residue, after: gemmi.Residue) -> int:
-    """Return the number of positions from residue `before` to `after` in the sequence: 0 for alternative residues, 1
-    for bonded residues, else the difference of the residue numbers (at least 1). Numbers of bonded residues may jump.
+    """Return the number of positions from one residue to the next: 0 for alternatives at one position, 1 for bonded
+    residues (their numbers may jump), else the difference of the residue numbers, at least 1.
     """
     if before.seqid == after.seqid:
-        return 0  # alternative residues at the same position
+        return 0
     c, n = before.find_atom("C", "*"), after.find_atom("N", "*")
     bonded = c is not None and n is not None and c.pos.dist(n.pos) < BONDED
     return 1 if bonded else max(1, _number(after) - _number(before))
@@ -270,13 +265,13 @@ def _chain(
     min_plddt: float | None,
     edits: Edits,
 ) -> Chain:
-    """Make a chain from its residues with atoms (`span`) and the residue names of its listed sequence (or no names)."""
+    """Make a chain from its residues with atoms (`span`), and the residue names in its listed sequence, if any."""
     at_place: dict[object, list[gemmi.Residue]] = defaultdict(list)  # Alternative residues have the same position.
     for residue in span:
         if residue.entity_type != gemmi.EntityType.Polymer and residue.label_seq is None:
             continue
         at_place[residue.label_seq if listed else str(residue.seqid)].append(residue)
-    # Residues without a position in the listed sequence: HETATM residues are ligands, but ATOM residues do not fit it.
+    # Residues without a position in the listed sequence are ligands if they are HETATM, and errors if they are ATOM.
     wrong = sum(residue.het_flag == "A" for residue in at_place.pop(None, ()))
     if listed:
         places = [place - 1 for place in at_place if isinstance(place, int)]
@@ -305,8 +300,8 @@ def _chain(
             b_factor_L[place] = atoms["CA"].b_iso
     if differing > 2 and 10 * differing > len(at_place) + wrong:  # A few differences are usual: errors or variants.
         raise InputError(
-            f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms are not those of "
-            "its sequence (SEQRES or _entity_poly_seq); download the file again, or remove that sequence"
+            f"{path}: in chain {chain_id} {differing} of {len(at_place) + wrong} residues with atoms differ from its "
+            "sequence (SEQRES or _entity_poly_seq); download the file again, or remove this sequence from the file"
         )
     edits.add("residue(s) with atoms of another residue, read as in the sequence", chain_id, differing)
     sequence = "".join(_letter(name, parents) for name in names)
@@ -319,7 +314,7 @@ def _chain(
     edits.add("modified residue(s) read as the standard parent", chain_id, modified)
     far_L33 = ~(np.abs(atoms_L33) <= FARTHEST) & ~np.isnan(atoms_L33)
     if far_L33.any():
-        raise InputError(f"{path}: chain {chain_id} has coordinates beyond {FARTHEST:,.0f} A; look at its coordinates")
+        raise InputError(f"{path}: chain {chain_id} has coordinates beyond {FARTHEST:,.0f} A; correct them")
     if min_plddt is not None:
         low_L = ~(b_factor_L >= min_plddt) & ~np.isnan(atoms_L33).all((1, 2))
         atoms_L33[low_L] = np.nan
@@ -329,8 +324,8 @@ def _chain(
 
 
 def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tuple[str, dict[str, gemmi.Atom]]:
-    """Choose the alternative location with the highest occupancy among all `residues` at one position. Return the
-    residue name at this location, and the atoms N, CA, C and CB by name.
+    """Choose the alternative location with the highest occupancy among the `residues` at one position. Return its
+    residue name, and its atoms N, CA, C and CB by name.
     """
     atoms = [(residue.name, atom) for residue in residues for atom in residue if atom.name in (*_BACKBONE, "CB")]
     by_location: dict[tuple[str, str], gemmi.Atom] = {}

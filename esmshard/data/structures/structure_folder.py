@@ -1,7 +1,7 @@
-"""Converts a folder of PDB and mmCIF files, or one file, to a FASTA file and an `.npz` file with the coordinates.
+"""Converts PDB and mmCIF files to a FASTA file and an `.npz` file with the coordinates.
 
-The record `1abc_A:B` is chain A followed by chain B of `1abc.cif`. The sequence of this record has a colon between the
-chains (docs/structures.md). The arrays of the `.npz` file have no row for the colon.
+The record `1abc_A:B` is chain A followed by chain B of `1abc.cif`. Its sequence has a colon between the chains
+(docs/structures.md), and the `.npz` file has no row for the colon.
 """
 
 import json
@@ -25,24 +25,23 @@ from esmshard.recipe.sections import EVERY
 from esmshard.vocab import BETWEEN
 
 FEWEST = 10
-"""The minimum number of residues with coordinates in a record. A record with fewer such residues is left out."""
+"""Records with fewer residues with coordinates are left out."""
 
 
 def read_records(
     path: Path, wanted: str | Collection[str] | None, *, min_plddt: float | None = None, edits: Edits | None = None
 ) -> list[Chain]:
-    """Read the records of one structure file. A record is a chain, or several chains one after the other.
+    """Read the records of a structure file. A record is a chain, or several chains one after the other.
 
     Args:
         path: the structure file.
-        wanted: for each record, the author's names of its chains, such as `A` or `A:B`. The word `all` makes one record
-            of all protein chains, in the order of the file. None makes a record of each chain, except chains with the
-            sequence of an earlier chain.
+        wanted: the author's chain names of each record, such as `A` or `A:B`. The word `all` makes one record of all
+            protein chains. None makes a record of each chain, except chains with the sequence of an earlier chain.
         min_plddt: see the function `read_chains`.
-        edits: counts changes, records that are left out, and records of several chains.
+        edits: counts changes, left-out records, and records of several chains.
 
     Raises:
-        InputError: see the function `read_chains`. Also if two chains of the file have the name of a wanted chain.
+        InputError: see the function `read_chains`; or two chains of the file have the name of a wanted chain.
     """
     edits = Edits() if edits is None else edits
     names_of = None if wanted is None or wanted == EVERY else [names.split(BETWEEN) for names in wanted]
@@ -82,13 +81,11 @@ def read_records(
 
 
 def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list[str]]:
-    """Read a list of records, one per line. Return by the name of each structure file the chains of its records.
+    """Read a list of records, one per line. Return the chains of the records for each file name in `files`.
 
     The line `1abc_A:B` gives the chains `A:B` for the file `1abc.cif`. Empty lines and lines that begin with # are
-    skipped. `edits` counts the records without a structure file.
-
-    Raises:
-        InputError: a line is not a valid record (the message names the line), or no record has a structure file.
+    skipped. `edits` counts the records without a structure file. Raises `InputError` if a line is not a valid record,
+    or no record has a structure file.
     """
     files_of: dict[str, list[str]] = {}
     for file in files:
@@ -101,11 +98,11 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
             continue
         where = f"{path}:{number}: '{shown(record)}'"
         if "_" not in record or len(record.split()) > 1 or "" in (parts := record.split(BETWEEN)):
-            raise InputError(f"{where} is no record; write one record on a line, as 1abc_A:B for 1abc.cif")
+            raise InputError(f"{where} is no record; write one record on each line, such as 1abc_A:B for 1abc.cif")
         if record in lines:
             raise InputError(f"{where} is in line {lines[record]} too; remove one of the two")
         lines[record] = number
-        # File names and chain names may have underscores too. The longest file name that begins the record is chosen.
+        # File names and chain names may contain underscores too, so the longest matching file name is chosen.
         beginnings = (parts[0][:k].lower() for k in range(len(parts[0]) - 1, 0, -1) if parts[0][k] == "_")
         entry = next((name for name in beginnings if name in files_of), None)
         if entry is None:
@@ -118,7 +115,7 @@ def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list
             chains_of.setdefault(file_name, []).append(BETWEEN.join(names))
     if not chains_of:
         count, example = counted(len(files), "structure file"), f"{chain_prefix(files[0])}_A:B"
-        raise InputError(f"{path}: has no record of {count}; write records as {example}")
+        raise InputError(f"{path}: has no record from {count}; write records such as {example}")
     return chains_of
 
 
@@ -126,7 +123,7 @@ VERSION = 3
 """The version of the code that converts structures. When this number changes, all structures are read again."""
 _FASTA = "structures.fasta"
 MANY = 100
-"""The minimum number of structure files for which progress is shown."""
+"""Progress is shown for at least this number of structure files."""
 
 
 def holds_structures(path: Path) -> bool:
@@ -141,14 +138,10 @@ def require_structures(path: Path, complexes: str | None) -> None:
 
 
 def cached_split(source: Path, complexes: str | None = None) -> Path:
-    """Convert a directory of structures, or one file, to a FASTA file and an `.npz` file in the user's cache. Return
-    the path of the FASTA file. Later calls use the cached files.
+    """Convert structures to a FASTA file and an `.npz` file in the user's cache. Return the path of the FASTA file.
 
     The structures are read again if the path, one of the files or `complexes` changes (see the recipe key
-    `data.complexes`). While one process reads the structures, other processes wait.
-
-    Raises:
-        InputError: see the function `to_split`.
+    `data.complexes`). While one process reads them, other processes wait. For errors see the function `to_split`.
     """
     how = complexes if complexes in (None, EVERY) else read_text(Path(complexes), "a list of records")
     key = json.dumps([VERSION, str(source.resolve()), states(source), how])
@@ -160,9 +153,7 @@ def cached_split(source: Path, complexes: str | None = None) -> Path:
 
 
 def states(source: Path) -> list[Any]:
-    """Return the name, inode, size, mtime and ctime of a file, or of each structure file in a folder, as a list for
-    JSON. The list changes when a file is replaced or edited.
-    """
+    """Return the name, inode, size, mtime and ctime of a file, or of each structure file in a folder."""
     try:
         return [(path.name, *state(path)) for path in (listed_files(source, Edits()) if source.is_dir() else [source])]
     except OSError as error:
@@ -170,7 +161,7 @@ def states(source: Path) -> list[Any]:
 
 
 def notices(fasta: Path) -> list[str]:
-    """Return sentences about what `cached_split` changed or left out when it wrote the file `fasta`."""
+    """Return sentences about changes by `cached_split` when it wrote `fasta`."""
     sentences: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
     return sentences
 
@@ -178,21 +169,12 @@ def notices(fasta: Path) -> list[str]:
 def to_split(
     source: Path, fasta: Path, npz: Path, *, complexes: str | None = None, min_plddt: float | None = None
 ) -> list[str]:
-    """Write the protein chains of structure files to a FASTA file, and Cb coordinates to an `.npz` (data/README.md).
+    """Write the protein chains of a structure file or a directory to a FASTA file, and Cb coordinates to an `.npz` file
+    (data/README.md). Return sentences about changed and left-out parts.
 
-    Args:
-        source: a structure file, or a directory. The files of a directory are read in the order of their names.
-        fasta: the path of the FASTA file to write.
-        npz: the path of the `.npz` file to write. A recipe finds the file `x.npz` in the folder of `x.fasta`.
-        complexes: see the recipe key `data.complexes`.
-        min_plddt: see the function `read_chains`.
-
-    Returns:
-        Sentences that say what was changed or left out.
-
-    Raises:
-        InputError: a file is damaged, two records have the same id, or no record is left; see also `read_list`.
-        UsageError: a file exists already at the path `fasta` or `npz`.
+    The files of a directory are read in the order of their names. Recipes expect `x.npz` in the folder of `x.fasta`.
+    For `complexes` see the recipe key `data.complexes`, for `min_plddt` the function `read_chains`. Raises `InputError`
+    if a file is damaged, two records have the same id, or no record is left, and `UsageError` if an output file exists.
     """
     for out in (fasta, npz):
         if out.exists():
@@ -230,11 +212,9 @@ def to_split(
 
 
 def listed_files(source: Path, edits: Edits) -> list[Path]:
-    """Return the structure files of a directory, sorted by name. For a file, return a list with this file. `edits`
-    counts other files and inner folders of the directory, which are not read.
-
-    Raises:
-        InputError: the path does not exist, or the directory has a broken link or no structure file.
+    """Return the structure files of a directory, sorted by name, or a list with the file `source`. `edits` counts other
+    files and inner folders, which are not read. Raises `InputError` if the path does not exist, or the directory has a
+    broken link or no structure file.
     """
     if not source.is_dir():
         if not source.exists():
@@ -257,7 +237,7 @@ def listed_files(source: Path, edits: Edits) -> list[Path]:
 
 
 def _stored(path: Path, chain: Chain) -> npt.NDArray[np.uint16]:
-    """Return Cb coordinates in units of 0.1 A, uint16 [L, 3]. The chain is moved so that each axis begins at 0."""
+    """Return Cb coordinates in units of 0.1 A, uint16 [L, 3]. The minimum on each axis is moved to 0."""
     cb_L3 = chain.cb_L3.astype(np.float64)
     cb_dA_L3 = np.rint((cb_L3 - np.nanmin(cb_L3, axis=0)) * 10)
     widest = np.nanmax(cb_dA_L3)
