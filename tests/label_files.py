@@ -1,4 +1,4 @@
-"""FASTA files of some records, and tasks that have learned their labels."""
+"""FASTA files of some records, and tasks that have read their labels."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ def data(**given: Any) -> DataSettings:
 
 
 class LabelFiles:
-    """A FASTA file of each split, records given as lines of id and sequence."""
+    """FASTA files. Records are given as lines of id and sequence."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -29,7 +29,7 @@ class LabelFiles:
         return fasta, ingest([fasta], self.directory / name, overwrite=True)
 
     def learned(self, task: Task, text: str, **given: Any) -> tuple[Any, Examples]:
-        """The task that has read its training labels."""
+        """Return the task after it has read its training labels, and the training set."""
         fasta, store = self.split("train", text)
         train = Examples("train", fasta, store, task.labels(fasta, store, data(**given)))
         return task.learn(train), train

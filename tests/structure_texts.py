@@ -1,4 +1,4 @@
-"""PDB and mmCIF texts of made-up chains with the geometry of a real backbone."""
+"""PDB and mmCIF texts of made-up chains with realistic geometry."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -6,28 +6,22 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from Bio.Data.IUPACData import protein_letters_1to3
 
 ATOMS = ("N", "CA", "C", "CB")
-_NAMES = """
-    A ALA C CYS D ASP E GLU F PHE G GLY H HIS I ILE K LYS L LEU
-    M MET N ASN P PRO Q GLN R ARG S SER T THR V VAL W TRP Y TYR
-"""
-THREE = dict(zip(_NAMES.split()[::2], _NAMES.split()[1::2], strict=True))
+THREE = {letter: name.upper() for letter, name in protein_letters_1to3.items()}
 
 SEQ, OTHER = "MKTAYIAKQRGGLV", "GSHMLEDPVRWK"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One atom."""
-
     name: str
     comp: str
     chain: str
     number: int | str
     xyz: tuple[float, float, float]
     seq: int | None = None
-    """label_seq_id."""
     asym: str = ""
     ins: str = ""
     alt: str = ""
@@ -39,7 +33,7 @@ class Line:
 
 
 def place(a: np.ndarray, b: np.ndarray, c: np.ndarray, length: float, angle: float, dihedral: float) -> np.ndarray:
-    """Point d with |cd|, angle bcd and dihedral abcd, radians: a turn about bc of a point in the plane of a, b, c."""
+    """Return point d with distance cd, angle bcd and dihedral abcd, in radians."""
     axis = (c - b) / math.dist(b, c)
     in_plane = (a - b) - np.dot(a - b, axis) * axis
     in_plane /= math.sqrt(float(np.dot(in_plane, in_plane)))
@@ -48,7 +42,7 @@ def place(a: np.ndarray, b: np.ndarray, c: np.ndarray, length: float, angle: flo
 
 
 def backbone(n: int) -> np.ndarray:
-    """N, CA, C, CB of a helix with the bond lengths and angles of Engh and Huber (1991), three decimals, [n, 4, 3]."""
+    """Return N, CA, C and CB of a helix with bonds and angles of Engh and Huber (1991), three decimals, [n, 4, 3]."""
     r = math.radians
     points = [np.array(p) for p in ((1.458, 0.0, 0.0), (0.0, 0.0, 0.0), (-0.551, 1.422, 0.0))]
     for _ in range(n - 1):
@@ -72,7 +66,7 @@ def chain(
     missing: Iterable[int] = (),
     model: int = 1,
 ) -> list[Line]:
-    """Atoms of a whole chain, glycine without CB; the residues `missing` (from 0) have none."""
+    """Return the atoms of a chain, glycine without CB. The residues `missing` (from 0) have no atoms."""
     comps = [THREE[x] for x in sequence] if isinstance(sequence, str) else sequence
     gone, lines = set(missing), []
     for k, (comp, atoms) in enumerate(zip(comps, backbone(len(comps)) + shift, strict=True)):
@@ -91,7 +85,7 @@ def pdb(
     ter: bool = True,
     serial: int = 1,
 ) -> str:
-    """A PDB file; a TER after the last residue of each chain that is listed by `label_seq_id`."""
+    """Return a PDB file, with TER after the last residue of each chain that has a `label_seq_id`."""
     out = ["HEADER    MADE UP                                 01-JAN-00   1ABC"]
     for number, (name, parent) in enumerate((modres or {}).items()):
         out.append(f"MODRES 1ABC {name:>3} A{number + 1:5d}  {parent:>3}  MODIFIED RESIDUE")
@@ -126,7 +120,6 @@ def _serial(number: int) -> str:
 
 
 def quoted(word: str) -> str:
-    """As mmCIF writers do it."""
     if not word:
         return "?"
     return f'"{word}"' if "'" in word or " " in word else word
@@ -138,7 +131,7 @@ def cif(
     kinds: Mapping[str, str] | None = None,
     modres: Mapping[str, str] | None = None,
 ) -> str:
-    """An mmCIF file; `poly` holds the sequence by label_asym_id, `kinds` the polymer's type (polypeptide(L))."""
+    """Return an mmCIF file. `poly` has the sequence and `kinds` the polymer type (polypeptide(L)) by label_asym_id."""
     lines = list(lines)
     asyms = list(dict.fromkeys(x.asym for x in lines))
     entity = {asym: str(k + 1) for k, asym in enumerate(asyms)}
@@ -171,7 +164,7 @@ def three(sequence: str) -> list[str]:
 
 
 def expected_cb(n: int, *, missing: Sequence[int] = ()) -> np.ndarray:
-    """Virtual Cb of `backbone(n)`, placed by hand: 1.522 A, 1.927 and -2.143 radians."""
+    """Return Cb coordinates by ideal geometry for `backbone(n)`: 1.522 A, 1.927 and -2.143 radians."""
     cb = np.array([place(c, nitrogen, ca, 1.522, 1.927, -2.143) for nitrogen, ca, c, _ in backbone(n)])
     cb[list(missing)] = np.nan
     return cb
@@ -191,6 +184,5 @@ def water(name: str, asym: str) -> list[Line]:
 
 
 def write(path: Path, text: str) -> Path:
-    """The path, when the file is there."""
     path.write_text(text)
     return path

@@ -1,4 +1,4 @@
-"""Clusters: MMseqs2's table as it is, with all that can be wrong with it, and runs of the program."""
+"""Clusters: tables of MMseqs2, runs of the program, and clusters by alignment."""
 
 import gzip
 import shutil
@@ -88,7 +88,7 @@ STRANGER = "GSHMWCPLDEWRNHYFKTPGGADWMQCYHTNPEIFWKRDLNGSACVYHTQWEPMDFNRKCGISTYLHW
 
 
 def test_alignment_joins_relatives_over_most_of_their_length(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A chain of relatives is one cluster; neither a fragment nor a common tag of strangers joins anything."""
+    """Neither a fragment nor a common tag of strangers joins clusters."""
     tag = "MGSSHHHHHHSSGLVPRGSH"
     third = SECOND[:40] + SECOND[40:].translate(str.maketrans("AVKLQ", "SIRMN")) + "U"
     texts = [FIRST, "MKV", third, SECOND, tag + STRANGER, tag + FIRST[::-1], FIRST[:35], "X" * 30]

@@ -1,23 +1,23 @@
 """Examples and their crops. The label of a residue is its number, so a label shows where a crop was taken."""
 
 import random
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from esmshard.data.batching.loader import Examples, Long
+from esmshard.data.batching.loader import Example, Examples, Long
 from esmshard.errors import InputError
 from esmshard.io.store import TokenStore, ingest
-from esmshard.vocab import encode_residues
+from esmshard.io.symbols import Rules, chain_windows
+from esmshard.vocab import chain_spans, decode, encode, encode_residues, is_residue
 
 SIZES = [5, 30, 12, 13, 100, 31, 30, 100]
 MAXIMUM = 30
 
 
 class Numbers:
-    """Residue numbers as labels: one array [L], one [L, 3] of ten times the number."""
-
     per_residue = True
     labelled_N = None
 
@@ -25,7 +25,7 @@ class Numbers:
         self.lengths = store.lengths
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
-        number_L = np.arange(self.lengths[n], dtype=np.float32)
+        number_L = np.arange(self.lengths[n])
         return {"number": number_L, "ten": np.repeat(number_L[:, None] * 10, 3, axis=1)}
 
 
@@ -52,7 +52,6 @@ def starts(split: Examples, epoch: int) -> list[int]:
 
 def test_a_crop_is_a_window_and_its_labels_are_cut_alike(store: TokenStore, sequences: dict[str, str]) -> None:
     split = examples(store)
-    assert split.tokens.dtype == np.int32
     assert split.tokens.tolist() == [min(size, MAXIMUM) + 2 for size in SIZES]
     assert Examples("predict", Path("x.fasta"), store, None).get(4, 0).labels == {}
     cropped = 0
@@ -62,7 +61,6 @@ def test_a_crop_is_a_window_and_its_labels_are_cut_alike(store: TokenStore, sequ
             size = min(len(sequence), MAXIMUM)
             first = int(example.labels["number"][0])
             assert example.id == name
-            assert example.tokens.dtype == np.uint8
             assert example.tokens.tolist() == [0, *encode_residues(sequence[first : first + size]), 2]
             assert example.labels["number"].tolist() == list(range(first, first + size))
             np.testing.assert_array_equal(example.labels["ten"], 10 * example.labels["number"][:, None].repeat(3, 1))
@@ -159,3 +157,88 @@ def test_records_without_a_label_are_left_out(store: TokenStore) -> None:
     assert ids("crop") == ids("full") == ["r0", "r2", "r3", "r4", "r6", "r7"]
     assert ids("skip") == ["r0", "r2", "r3", "r6"]
     assert ids("window") == ["r0", "r2", "r3", "r4/1-60", "r4/41-100", "r6", "r7/1-60", "r7/41-100"]
+
+
+# Records of several chains: each crop or window has a part of every chain.
+
+LETTERS = "ACDEFGHIKLMNPQRSTVWY"
+LONG = "".join(LETTERS[k % 20] for k in range(50))
+OTHER = "".join(LETTERS[7 * k % 20] for k in range(40))
+LINKER = 4
+
+
+@pytest.fixture
+def complexes(tmp_path: Path) -> TokenStore:
+    fasta = tmp_path / "x.fasta"
+    fasta.write_text(f">ab\n{LONG}:{OTHER}\n>one\n{LONG}\n>small\nMKT:MKV\n>peptide\n{LONG}:MKT\n")
+    return ingest([fasta], tmp_path / "store", Rules(linker=LINKER))
+
+
+def test_long_chains_share_the_room_that_short_chains_leave() -> None:
+    for sequence, most, sizes in (
+        *((f"{LONG}:{OTHER}", 34, (15, 15)), (f"{LONG}:{OTHER}", 35, (16, 15)), (f"{LONG}:MKT", 34, (27, 3))),
+        *((f"MKT:{LONG}:{OTHER}", 50, (3, 20, 19)), (f"{LONG}:{OTHER}", 6, (1, 1))),
+    ):
+        assert chain_windows(encode(sequence, LINKER)[1:-1], most).sizes == sizes
+
+
+def test_a_crop_has_a_part_of_each_chain_that_follows_from_seed_epoch_and_id(complexes: TokenStore) -> None:
+    def crops(seed: int) -> list[list[Example]]:
+        made = Examples("train", Path("x"), complexes, Numbers(complexes), long="crop", max_length=30, seed=seed)
+        assert made.tokens.tolist() == [32, 32, 12, 32]
+        return [[made.get(n, epoch) for epoch in range(40)] for n in range(len(made))]
+
+    found = crops(0)
+    firsts = set()
+    for example in found[0]:
+        one, other = decode(example.tokens).split(":")
+        assert (len(one), len(other)) == (13, 13)
+        number_L = example.labels["number"]
+        assert (complexes.residues(0)[number_L] == example.tokens[1:-1]).all(), "labels are cut with the tokens"
+        firsts |= {("one", LONG.index(one)), ("other", int(number_L[17]) - 54)}
+    assert len(firsts) > 30
+    for seed in (0, 1):
+        same = [example.tokens.tolist() for example in crops(seed)[0]]
+        assert (same == [example.tokens.tolist() for example in found[0]]) == (seed == 0)
+    assert {decode(example.tokens)[-4:] for example in found[3]} == {":MKT"}
+    assert {decode(example.tokens) for example in found[2]} == {"MKT:MKV"}
+
+
+def test_windows_have_every_residue_and_a_part_of_each_chain(complexes: TokenStore) -> None:
+    made = Examples("train", Path("x"), complexes, Numbers(complexes), long="window", max_length=30)
+    names = [made.id(n) for n in range(len(made))]
+    assert names[:4] == ["ab/1-13:1-13", "ab/13-25:10-22", "ab/25-37:19-31", "ab/38-50:28-40"]
+    assert names[4:] == ["one/1-30", "one/21-50", "small", "peptide/1-23:1-3", "peptide/14-36:1-3", "peptide/28-50:1-3"]
+    seen: dict[str, set[int]] = {}
+    for n in range(len(made)):
+        example = made.get(n, epoch=0)
+        assert example.id == names[n]
+        assert len(example.tokens) == made.tokens[n] <= 32
+        record = names[n].split("/")[0]
+        whole = complexes.residues(["ab", "one", "small", "peptide"].index(record))
+        place = example.labels["number"]
+        assert (whole[place] == example.tokens[1:-1]).all()
+        assert len(chain_spans(example.tokens)) == (1 if record == "one" else 2)
+        seen.setdefault(record, set()).update(place[is_residue(example.tokens)[1:-1]].tolist())
+    assert seen["ab"] == {k for k in range(94) if not 50 <= k < 54}
+    assert len(seen["peptide"]) == 53
+
+
+def test_a_linker_that_leaves_no_room_is_refused(complexes: TokenStore) -> None:
+    for long in ("crop", "window"):
+        with pytest.raises(InputError, match=r"record 'ab': data\.max_length"):
+            Examples("train", Path("x"), complexes, None, long=long, max_length=5)  # type: ignore[arg-type]
+    assert len(Examples("train", Path("x"), complexes, None, long="full", max_length=5)) == 4
+
+
+def test_ingest_cuts_chains_in_the_same_way(tmp_path: Path) -> None:
+    fasta = tmp_path / "x.fasta"
+    fasta.write_text(f">ab words\n{LONG}:{OTHER}\n")
+    made = ingest([fasta], tmp_path / "window", Rules(linker=LINKER, long="window", max_length=30))
+    assert made.description(1) == "ab/13-25:10-22 words"
+    assert decode(made.residues(1)) == f"{LONG[12:25]}:{OTHER[9:22]}"
+    made = ingest([fasta], tmp_path / "crop", Rules(linker=LINKER, long="crop", max_length=30))
+    first, last, begin, end = map(int, re.findall(r"\d+", made.description(0)))
+    assert decode(made.residues(0)) == f"{LONG[first - 1 : last]}:{OTHER[begin - 1 : end]}"
+    with pytest.raises(InputError, match=r"x.fasta:1: record 'ab'"):
+        ingest([fasta], tmp_path / "none", Rules(linker=LINKER, long="crop", max_length=5))

@@ -32,14 +32,12 @@ def table(path: Path, text: str) -> Table:
 def of(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> ProteinLabels:
     labels = protein_labels(store, FASTA, kind, *arguments, **options)
     assert len(labels.labelled_N) == len(store)
-    assert all("\n" not in notice for notice in labels.notices)
     return labels
 
 
 def refused(token: str, store: InMemory, kind: Any, *arguments: Any, **options: Any) -> None:
     with pytest.raises(InputError) as error:
         protein_labels(store, FASTA, kind, *arguments, **options)
-    assert "\n" not in str(error.value)
     assert token in str(error.value)
 
 
@@ -50,14 +48,8 @@ def targets(labels: ProteinLabels) -> list[Any]:
 def test_numbers_from_headers() -> None:
     labels = of(InMemory(">a TARGET=0.5 SET=train MK", ">b target=-1e2 MT"), "number")
     assert labels[0]["target"].dtype == np.float32
-    assert labels[0]["target"].shape == (1,)
-    assert targets(labels) == [[0.5], [-100.0]]
-    assert (labels.kind, labels.names, labels.per_residue) == ("number", ("TARGET",), False)
-    assert labels.values.shape == (2, 1)
+    assert (labels.names, targets(labels)) == (("TARGET",), [[0.5], [-100.0]])
     assert labels.notices == ["lower-case keys were read as upper case in 1 record (b)"]
-
-
-def test_several_numbers_from_headers_with_gaps() -> None:
     store = InMemory(">a KD=1 TM=2 MK", ">b TM=3 MT", ">c KD=nan TM=4 MV")
     labels = of(store, "number", columns=["kd", "TM"])
     assert labels.names == ("KD", "TM")
@@ -75,7 +67,6 @@ def test_headers_without_a_label() -> None:
         labels[1]
     assert labels.notices == ["2 records without TARGET= left out (b, c)"]
     refused("no record (a, b, c) has a KD=", store, "number", columns=["KD"], required=False)
-    refused("record 'b': TARGET is 'x'", InMemory(">a TARGET=1 MK", ">b TARGET=x MT"), "number")
     two = InMemory(">a KD=1 TM=2 MK", ">b KD=1 TM=2,5 MT")
     refused("record 'b': TM is '2,5'", two, "number", columns=["KD", "TM"])
 
@@ -86,12 +77,9 @@ def test_several_numbers_from_a_table(path: Path) -> None:
     assert labels.names == ("kd", "tm")
     np.testing.assert_array_equal(labels.values, [[np.nan, 1], [7, np.nan], [np.nan, 3]])
     refused(f"2 of 3 records have no label in {path} (a, c)", STORE, "number", given, columns=["kd"])
-    dropped = of(STORE, "number", given, columns=["kd"], required=False)
-    assert dropped.labelled_N.tolist() == [False, True, False]
-    np.testing.assert_array_equal(dropped.values, [[np.nan], [7], [np.nan]])
-
-
-def test_numbers_that_cannot_be_used(path: Path) -> None:
+    np.testing.assert_array_equal(
+        of(STORE, "number", given, columns=["kd"], required=False).values, [[np.nan], [7], [np.nan]]
+    )
     refused(f"{path}:3: column 'target'", STORE, "number", table(path, "id,target\na,1\nb,high\nc,3\n"))
     refused(f"{path}:4: column 'target' has '-1e39'", STORE, "number", table(path, "id,target\na,1\nb,2\nc,-1e39\n"))
     two = table(path, "id,u,target\na,0,1\nb,4e38,2\n")
@@ -101,7 +89,6 @@ def test_numbers_that_cannot_be_used(path: Path) -> None:
 def test_rows_and_records_without_a_partner(path: Path) -> None:
     store = InMemory(*(f">{name} MK" for name in "abcdefg"))
     given = table(path, "id,target\n" + "".join(f"{name},1\n" for name in "gcwxyz"))
-    refused("5 of 7 records have no label in", store, "number", given)
     labels = of(store, "number", given, required=False)
     assert labels.labelled_N.tolist() == [False, False, True, False, False, False, True]
     assert labels.notices == [f"5 records without label in {path} left out (a, b, d, ...)"]
@@ -115,8 +102,6 @@ def test_rows_that_come_twice(path: Path) -> None:
     assert labels.notices == ["a row that came twice with the same label was read once in 1 record (a)"]
     refused(f"{path}:4: 'b' has another label", STORE, "number", table(path, "id,target\na,1\nb,2\nb,2.5\nc,3\n"))
     refused("'a' has another label", STORE, "number", table(path, "id,target\na,1\na,\nb,2\nc,3\n"))
-    twice = table(path, "id,target,u\na,1,\na,1,\nb,2,1\nc,3,1\n")
-    assert len(of(STORE, "number", twice, columns=["target", "u"]).notices) == 1
     refused("'a' has another label", STORE, "class", table(path, "id,target\na,x\na,y\nb,x\nc,x\n"))
     labels = of(STORE, "multilabel", table(path, "id,target\na,x;y\nb,y\na,y; x\nc,x\n"))
     assert targets(labels) == [[1, 1], [0, 1], [1, 0]]
@@ -167,7 +152,6 @@ def test_columns_may_be_named_and_must_be_clear(path: Path) -> None:
     ):
         refused(token, STORE, "number", table(path, text), **options)
     assert of(STORE, "number", table(path, "id,Name,target\n1,a,1\n2,b,1\n3,c,1\n"), id_column="Name")
-    assert of(STORE, "class", table(path, "id,target,label\na,1,x\nb,1,x\nc,1,x\n"), columns=["label"]).names == ("x",)
     with pytest.raises(UsageError, match="'KD', 'KD'"):
         of(STORE, "number", columns=["kd", "KD"])
 
@@ -177,15 +161,11 @@ def test_classes_are_sorted(path: Path) -> None:
     labels = of(STORE, "class", given)
     assert labels.names == ("Cytoplasm", "Membrane", "Nucleus")
     assert targets(labels) == [0, 1, 2]
-    assert labels[0]["target"].dtype == np.int64
-    assert labels[0]["target"].shape == ()
     assert isinstance(labels[0]["target"], np.ndarray)
+    assert (labels[0]["target"].dtype, labels[0]["target"].shape) == (np.int64, ())
     headers = InMemory(">a TARGET=b;c MK", ">b TARGET=a MT", ">c MV")
     labels = of(headers, "class", required=False)
     assert (labels.names, targets(labels), labels.values.tolist()) == (("a", "b;c"), [1, 0, None], [1, 0, -1])
-
-
-def test_a_class_that_may_be_no_label_is_refused(path: Path) -> None:
     for name in ("NA", "nan", "None", "-", "null"):
         refused(f"{path}:3: '{name}'", STORE, "class", table(path, f"id,label\na,x\nb,{name}\nc,x\n"))
     given = table(path, "id,label\na,x\nb,\nc,y\n")
@@ -197,10 +177,8 @@ def test_several_classes_of_one_column(path: Path) -> None:
     given = table(path, "id,target\nc,GO:2; GO:1;\na,GO:3\nb,GO:1;GO:3;;GO:1\n")
     labels = of(STORE, "multilabel", given)
     assert labels.names == ("GO:1", "GO:2", "GO:3")
-    assert labels[0]["target"].dtype == np.float32
     assert targets(labels) == [[0, 0, 1], [1, 0, 1], [1, 1, 0]]
     assert labels.notices == ["a class that was named twice was taken once in 1 record (GO:1)"]
-    assert labels.values.sum(0).tolist() == [2, 1, 2]
     store = InMemory(">a TARGET=y;x MK", ">b TARGET=x MT", ">c MV")
     labels = of(store, "multilabel", required=False)
     assert (targets(labels), labels.names) == ([[1, 1], [1, 0], None], ("x", "y"))
@@ -214,7 +192,6 @@ def test_several_columns_of_zero_and_one(path: Path) -> None:
     labels = of(STORE, "multilabel", given, columns=["Nucleus", "Golgi", "Membrane"])
     assert labels.names == ("Nucleus", "Golgi", "Membrane")
     assert targets(labels) == [[0, 0, 0], [1, 1, 1], [1, 0, 1]]
-    assert labels.labelled_N.all()
     for cell in ("", "2", "x"):
         wrong = table(path, f"id,u,v\na,1,1\nb,{cell},1\nc,1,1\n")
         refused(f"{path}:3: 'u' is '{cell}'", STORE, "multilabel", wrong, columns=["v", "u"])

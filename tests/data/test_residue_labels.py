@@ -1,4 +1,4 @@
-"""Labels of residues from headers, label files, masks and tables."""
+"""Labels of residues from headers, label files, masks and tables, and the sources of labels."""
 
 import gzip
 import random
@@ -9,15 +9,19 @@ import numpy as np
 import pytest
 from in_memory import InMemory
 
+from esmshard.data.labels.label_sources import label_source, read_npz
+from esmshard.data.labels.protein_labels import protein_labels
 from esmshard.data.labels.residue_labels import ResidueLabels, residue_labels
 from esmshard.data.splits.assignment import TEST, TRAIN, VALID
 from esmshard.data.splits.recipe_splits import given_splits
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.io.symbols import Edits
-from esmshard.io.tables import read_table
+from esmshard.io.tables import Table, read_table
+from esmshard.recipe.sections import DataSettings
 
 FASTA = Path("x.fasta")
 STORE = InMemory(">a MKTV", ">b MT", ">c MVV")
+TWO = InMemory("a MKT", "b AC")
 NAN = float("nan")
 
 
@@ -34,14 +38,12 @@ def mask(tmp_path: Path) -> Path:
 def of(store: InMemory, kind: Any, *arguments: Any, **options: Any) -> ResidueLabels:
     labels = residue_labels(store, FASTA, kind, *arguments, **options)
     assert len(labels.values) == store.lengths.sum() == labels.offsets[-1]
-    assert all("\n" not in notice for notice in labels.notices)
     return labels
 
 
 def refused(token: str, store: InMemory, kind: Any, *arguments: Any, **options: Any) -> None:
     with pytest.raises(InputError) as error:
         residue_labels(store, FASTA, kind, *arguments, **options)
-    assert "\n" not in str(error.value)
     assert token in str(error.value)
 
 
@@ -54,13 +56,9 @@ def test_classes_from_headers() -> None:
     assert (labels.kind, labels.names, labels.per_residue) == ("class", "CEH", True)
     assert targets(labels) == [[2, 1, -1, 2], [0, 2]]
     assert labels[0]["target"].dtype == np.int8
-    assert labels.offsets.tolist() == [0, 4, 6]
     assert labels.notices == ["lower-case keys were read as upper case in 1 record (b)"]
     with pytest.raises(ValueError, match="read-only"):
         labels[0]["target"][0] = 1
-
-
-def test_letters_under_a_mask_are_no_classes() -> None:
     labels = of(InMemory(">a TARGET=HEXH MASK=1101 MKTV", ">b TARGET=HX MASK=10 MT"), "class")
     assert (labels.names, targets(labels)) == ("EH", [[1, 0, -1, 1], [1, -1]])
 
@@ -73,9 +71,6 @@ def test_numbers_from_headers() -> None:
     np.testing.assert_array_equal(labels.values, np.float32([0.5, -0.01, NAN, 3, NAN, 2, NAN, 0.5, NAN]))
     assert [notice[:29] for notice in labels.notices] == ["2 records without MASK=, in w"]
     np.testing.assert_array_equal(of(InMemory(">a KD=1;2 MT"), "number", column="kd")[0]["target"], [1, 2])
-
-
-def test_numbers_that_cannot_be_used() -> None:
     for text, token in (
         *(("0.5;0.3", "2 residues, but 3"), ("0.5;0.3;1;2", "4 residues, but 3"), ("0.5;;1", "value 2")),
         *(("0.5;1;", "value 3"), ("0.5;1;x", "'x'"), ("1e39;1;3", "'1e39'"), ("1;1_0;3", "'1_0'")),
@@ -97,9 +92,6 @@ def test_labels_that_do_not_fit_their_sequence() -> None:
         ("TARGET=HECH MASK=0000", "no residue of any record"),
     ):
         refused(token, InMemory(f">a {header} MKTV"), "class")
-
-
-def test_records_without_labels() -> None:
     refused(
         "1 of 3 records have no TARGET= (b)", InMemory(">a TARGET=HECH MKTV", ">b MT", ">c TARGET=HHH MVV"), "class"
     )
@@ -194,7 +186,6 @@ def test_labels_from_a_table(tmp_path: Path, mask: Path) -> None:
 
 
 def test_damaged_label_files_are_refused_or_read_right(path: Path) -> None:
-    """Whatever is done to a label file, the labels of a record are those that its own lines say."""
     draw = random.Random(3)
     lengths = dict(zip("abcdef", (3, 5, 2, 7, 4, 5), strict=True))
     store = InMemory(*(f">{name} {'M' * length}" for name, length in lengths.items()))
@@ -241,3 +232,84 @@ def test_labels_of_several_chains_have_none_between_them(path: Path, mask: Path)
     store = InMemory(">a TARGET=HHE:C MKT:GS")
     store.linker = 25
     refused("labels for 4 residues, but 5", store, "class")
+
+
+def settings(**given: Any) -> DataSettings:
+    return DataSettings(train="t", valid="v", test="e", **given)
+
+
+@pytest.fixture
+def fasta(tmp_path: Path) -> Path:
+    """A FASTA file with an `.npz` file that has another order and an additional chain."""
+    arrays = {
+        "names": ["x", "b", "a"],
+        "seqs": ["W", "AC", "MKT"],
+        "dssp8": ["C", "EB", "HHT"],
+        "rate": [0, np.nan, 2.5],
+    }
+    np.savez(tmp_path / "train.npz", **arrays, offsets=[0, 1, 3, 6], cb_dA=np.zeros((6, 3), np.uint16))
+    return tmp_path / "train.fasta.gz"
+
+
+def test_arrays_beside_a_fasta_file_are_labels_of_residues_or_proteins(fasta: Path) -> None:
+    residues = residue_labels(TWO, fasta, "class", label_source(fasta, settings(target=["dssp8"])), column="dssp8")
+    assert residues.names == "BEHT"
+    assert [residues[n]["target"].tolist() for n in (0, 1)] == [[2, 2, 3], [1, 0]]
+    source = label_source(fasta, settings(target=["rate"]))
+    proteins = protein_labels(TWO, fasta, "number", source, columns=["rate"], required=False)
+    assert proteins.labelled_N.tolist() == [True, False]
+    assert proteins[0]["target"].tolist() == [2.5]
+    assert len(proteins.notices) == 1  # of b; nothing of x
+    assert label_source(fasta, settings()) is None
+    assert label_source(fasta, settings(target=["TARGET"])) is None
+    assert label_source(fasta.with_name("other.fasta"), settings(target=["dssp8"])) is None
+
+
+def test_the_file_that_is_named_goes_first(fasta: Path, tmp_path: Path) -> None:
+    (tmp_path / "x.csv").write_text("id,dssp8\na,CCC\nb,CC\n")
+    table = label_source(fasta, settings(target=["dssp8"], labels=str(tmp_path / "x.csv")))
+    assert isinstance(table, Table)
+    assert table.columns["dssp8"] == ["CCC", "CC"]
+    table = label_source(tmp_path / "y.fasta", settings(labels=str(tmp_path / "train.npz")))
+    assert isinstance(table, Table)
+    assert table.columns == {
+        "id": ["x", "b", "a"],
+        "sequence": ["W", "AC", "MKT"],
+        "dssp8": ["C", "EB", "HHT"],
+        "rate": ["0.0", "nan", "2.5"],
+    }
+    for name in ("labels.fasta", "labels.fa.gz"):
+        assert label_source(fasta, settings(labels=name)) == Path(name)
+
+
+def test_labels_of_another_sequence_are_refused(fasta: Path) -> None:
+    other = InMemory("a MKT", "b AD")
+    with pytest.raises(InputError, match=r"train.npz:2: 'b' has another sequence"):
+        residue_labels(other, fasta, "class", label_source(fasta, settings(target=["dssp8"])), column="dssp8")
+
+
+def test_npz_files_without_a_label_for_each_record_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.npz"
+    with pytest.raises(InputError, match="no such file"):
+        read_npz(path)
+    for arrays, token in (
+        ({"seqs": ["A"]}, "'names'"),
+        ({"names": [1, 2]}, "'names'"),
+        ({"names": []}, "'names'"),
+        ({"names": [["a"]]}, "'names'"),
+        ({"names": ["a", "b"], "seqs": ["A"]}, "do not fit each other"),
+        ({"names": np.array(["a"], dtype=object)}, "cannot be read"),  # a pickle
+    ):
+        np.savez(path, **arrays)
+        with pytest.raises(InputError, match=f"x.npz: .*{token}"):
+            read_npz(path)
+    path.write_bytes(b"id,label\n")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_npz(path)
+
+
+def test_an_id_column_needs_a_table(fasta: Path) -> None:
+    for given, what in (({}, "train.fasta.gz"), ({"labels": "x.fasta"}, "x.fasta")):
+        with pytest.raises(UsageError, match=f"data.id_column: .*{what} is no table; remove it"):
+            label_source(fasta, settings(id_column="key", **given))
+    assert label_source(fasta, settings(id_column="seqs", target=["dssp8"])) is not None
