@@ -109,7 +109,7 @@ def require_length(track: Track, values: npt.NDArray[Any], length: int, where: s
 
 @functools.cache
 def _numbers(letters: str, unknown: int) -> npt.NDArray[np.uint8]:
-    """Return the track value of each ASCII code, uint8 [256]; `_INVALID` for a character that is not in the track."""
+    """Return the track value of each ASCII code, uint8 [256]; `_INVALID` for other characters."""
     numbers = np.full(256, _INVALID, np.uint8)
     for number, letter in enumerate(letters):
         numbers[[ord(letter.lower()), ord(letter.upper())]] = number
@@ -291,8 +291,8 @@ class TrackFile:
 def track_files(named: Mapping[str, str], takes: Sequence[Track], model: str, key: str) -> list[TrackFile]:
     """Return the track and the path for each track name that the user gave.
 
-    `takes` has all tracks that the model can read. Raises `UsageError` for a name that is not among them. The message
-    has the name of the model, and `key` before the track name: `data.tracks.` or `--track `.
+    `takes` has all tracks that the model can read. Raises `UsageError` for a name that is not among them. `model` and
+    `key` (`data.tracks.` or `--track `) are for the message.
     """
     known = {track.name: track for track in takes}
     if unknown := [name for name in named if name not in known]:
@@ -351,7 +351,8 @@ def state_of(files: Sequence[TrackFile]) -> dict[str, dict[str, str]]:
 class RecordTracks:
     """All tracks of the records of a token store. `files` has the path of each track, for notices.
 
-    All variants of one protein get the values of record 0. Then `protein` is the part of it that the model reads.
+    If the records are variants of one protein, all get the values of record 0, and `protein` is the part of record 0
+    that the model reads.
     """
 
     def __init__(

@@ -62,7 +62,7 @@ class Mutation(NamedTuple):
     """
 
     position: int
-    """Counted from 0."""
+    """The position in the protein, counted from 0."""
     wild: str
     mutant: str
     """The letter of the new residue. `*` is a stop codon. The same letter as in `wild` is a synonymous change."""

@@ -24,7 +24,7 @@ from esmshard.errors import InputError
 Integers = npt.NDArray[np.int64]
 
 WINDOW = 64
-"""The minimum number of steps in a window, unless the epoch has fewer steps. A resumed run computes a single window."""
+"""The minimum number of steps in a window, unless the epoch has fewer steps. To resume a run, one window is planned."""
 SCORED_TOKENS = 4096
 """The maximum number of tokens in a batch of the final evaluation, unless the batch is a single longer record."""
 SLACK = 160
@@ -132,7 +132,7 @@ class StepPlan:
 
     def _small(self, tokens: Integers, n_steps: int, longer: int) -> Integers:
         """Assign the records that fit into a step to `n_steps` steps, and return the step of each record. `longer` is
-        the number of other records in the window.
+        the number of records in the window that are longer than a step.
         """
         within = int(tokens.sum()) // n_steps // 256
         # Sorted by exact length, a small data set would get the same steps in every epoch. So round to powers of 2.
@@ -159,7 +159,7 @@ def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, max_token
     """Return the number of windows of an epoch, the number of steps of a full window, and a pattern.
 
     If the k-th longest record of a window goes to step `pattern[k]`, no step exceeds `max_tokens`, except a step with a
-    single longer record. Among some numbers of windows, the number with the fewest steps per epoch is chosen.
+    single longer record. Several numbers of windows are tried. The number with the fewest steps per epoch is returned.
     """
     usual = max(1, wanted // WINDOW)
     possible: list[tuple[int, int, Integers]] = []
@@ -252,7 +252,8 @@ def assign(
 
 
 def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
-    """Return a lower bound for the number of bins of `tokens` tokens that records need, exact for equal lengths.
+    """Return a lower bound for the number of bins that records need. Each bin has room for `tokens` tokens. The bound
+    is exact for records of equal length.
 
     A bin has room for at most j records that are longer than 1 / (j + 1) of the bin (Martello & Toth 1990, chapter 8).
     For example, 16,384 tokens have room for 56 records of 288 tokens, although 16,384 / 288 is 56.9.

@@ -33,7 +33,7 @@ K = 5
 SIMILAR = 0.2
 FEWEST = 4
 MOST = 100_000_000
-"""A check reads at most this number of training residues, and counts at most this number of equal pairs of 5-mers (30
+"""A check reads at most this number of training residues, and counts at most this number of pairs of equal 5-mers (30
 seconds on one core).
 """
 
@@ -95,7 +95,7 @@ class ComparedRecords:
 
 @dataclass(frozen=True)
 class Overlap:
-    """How many records of a set, such as the test set, are identical or similar to training records."""
+    """Counts of the records of a set, such as the test set, that are identical or similar to training records."""
 
     records: int
     identical: int

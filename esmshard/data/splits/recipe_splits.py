@@ -115,7 +115,7 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
 
 
 def joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Copy a recipe, with the linker of the model in `data.join` unless the task is on pairs."""
+    """Return a recipe with the linker of the model in `data.join`. Recipes of tasks on pairs are not changed."""
     if recipe.task.pairs:
         return recipe
     join = JoinSettings(linker=chains.linker, gap=chains.gap)
@@ -123,8 +123,8 @@ def joined(recipe: Recipe, chains: Chains) -> Recipe:
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
-    """Copy a recipe, with `batch.sequences` replaced by `batch.global_tokens`: the number of sequences times the tokens
-    of the longest example.
+    """Return a recipe with `batch.global_tokens` in place of `batch.sequences`: the number of sequences times the
+    number of tokens of the longest example.
     """
     if recipe.batch.sequences is None:
         return recipe
@@ -137,7 +137,7 @@ class Clusters(NamedTuple):
     """A clustering of N records."""
 
     names: list[str]
-    """The cluster name of each record: the id of a representative, alphabetically first for joined clusters."""
+    """The id of each record's cluster representative. A joined cluster has the alphabetically first of these ids."""
     source: str
     """The path of the cluster file; or the program that made the clusters, with version and options."""
     notices: list[str]
@@ -215,8 +215,8 @@ def members(
 
     If the recipe names a file for a single set, all records of the file belong to this set, and `SET=` is ignored.
     `path` is the file in the recipe. `fasta` is the file of the records `tokens`. Raises `InputError` if a record has
-    no set, if this set has no record, or if the test set would be the training set; and `UsageError` if the file names
-    the sets of records, and `data.folds` is set too.
+    no set, if this set has no record, or if the test set would be the training set. Raises `UsageError` if the file
+    names the sets of records, and `data.folds` is set too.
     """
     splits = SETS if data.folds is None else SETS[:2]  # With folds, the test set is a fold of the training file.
     if name not in splits:
@@ -270,7 +270,7 @@ def marked(tokens: TokenStore) -> bool:
 
 
 def marks(path: Path) -> str:
-    """Return the place where a file names the sets, as words for a message."""
+    """Return where a file names the sets, such as `SET= in its headers`, for a message."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
 
 

@@ -57,7 +57,7 @@ _READS = {
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
 """The options of MMseqs2: at least 30% identity over 80% of both sequences, and a sensitive search (`-s 7.5`)."""
 IDENTITY, COVERAGE = 0.3, 0.8
-"""Two sequences are in one cluster if an alignment has this share of identical pairs, and covers this share of both."""
+"""The minimum shares of identical pairs, and of both sequences in the alignment, for two sequences of a cluster."""
 MOST_ALIGNED = 100_000
 """The maximum number of pairs of sequences to align (some minutes on one core)."""
 
@@ -264,7 +264,7 @@ class FastaRecords:
         return leakage.check(records.part(sets["train"]), others, most).notices()
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
-        """Return the arrays of the `.npz` file, after checks that it fits the FASTA file; None without such a file."""
+        """Return the arrays of the `.npz` file, or None without such a file. Raises `InputError` if it does not fit."""
         path = npz_beside(self._fasta)
         if self._fasta.is_dir() or not path.is_file():
             return None
@@ -311,7 +311,7 @@ class VariantRows:
         self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
 
     def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
-        """Return the set or fold of each row, int64 [N]. Except for `given`, all rows of a variant go to one set."""
+        """Return the set or fold of each row, int64 [N]. Only the method `given` divides rows of a variant."""
         if method.by == "given":
             number_N = given_sets(self._variants)
         elif method.by == "low-to-high":

@@ -106,10 +106,11 @@ class VariantLabels:
 
 
 def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequence[TrackFile] = ()) -> Examples:
-    """Open the set `name` (`train`, `valid` or `test`) of a recipe with a table of variants. `tracks` are for the wild
-    type. If `alone` is true, the model reads only the wild type, and each variant counts as 3 tokens. Notices about the
-    table are in the training set. Raises `InputError` if the table or the wild type cannot be read, they do not fit
-    each other, or the set has no variant.
+    """Open the set `name` (`train`, `valid` or `test`) of a recipe with a table of variants. `tracks` belong to the
+    wild type. Only the training set has notices about the table.
+
+    If `alone` is true, the model reads only the wild type, and each variant counts as 3 tokens. Raises `InputError` if
+    the table and the wild type do not fit each other, or if the set has no variant.
     """
     assert data.wild_type is not None
     fasta = remote.data_file(data.wild_type)
@@ -162,7 +163,7 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 
 
 def table_of(data: DataSettings) -> Variants:
-    """Read the variants of a recipe's table. They stay in memory until a file changes on disk."""
+    """Read the variants of a recipe's table. The variants stay in memory until a file changes on disk."""
     key = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
     paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
     return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))

@@ -4,7 +4,7 @@
 |---|---|
 | several models | the first model; such files are counted |
 | alternative locations | the first location with the highest occupancy; such residues are counted |
-| insertion codes | each code is an additional residue |
+| insertion codes | a residue with an insertion code is an additional residue |
 | SEQRES, or `_entity_poly_seq` with `label_seq_id` | the sequence; residues without atoms have no coordinates |
 | no listed sequence | the residues with atoms; such chains, and gaps in the residue numbers, are counted |
 | MSE, SEC, PYL, ASX, GLX, UNK | `M U O B Z X` |
@@ -214,7 +214,7 @@ def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
 
 
 def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -> None:
-    """Compute positions in SEQRES from bonds and residue numbers. Use them if they fit as well as gemmi's alignment: in
+    """Compute positions in SEQRES from bonds and residue numbers, and use them unless gemmi's alignment fits better. In
     a repeat, an alignment cannot tell which residues are missing.
     """
     residues = list(polymer)

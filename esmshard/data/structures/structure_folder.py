@@ -25,7 +25,7 @@ from esmshard.recipe.sections import EVERY
 from esmshard.vocab import BETWEEN
 
 FEWEST = 10
-"""Records with fewer residues with coordinates are left out."""
+"""Records that have coordinates for fewer residues are left out."""
 
 
 def read_records(
@@ -174,7 +174,7 @@ def to_split(
 
     The files of a directory are read in the order of their names. Recipes expect `x.npz` in the folder of `x.fasta`.
     For `complexes` see the recipe key `data.complexes`, for `min_plddt` the function `read_chains`. Raises `InputError`
-    if a file is damaged, two records have the same id, or no record is left, and `UsageError` if an output file exists.
+    if a file is damaged, two records have the same id, or no record is left; or `UsageError` if an output file exists.
     """
     for out in (fasta, npz):
         if out.exists():
