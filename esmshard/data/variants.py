@@ -340,7 +340,7 @@ class _Reading:
             if usual is None:
                 raise InputError(
                     f"{table.path}: has no column with a usual name for measured values ({', '.join(TARGET_COLUMNS)}); "
-                    f"{listed(table.columns)}; name one: {NAME_TARGET}"
+                    f"{listed(table.columns)}; name the column: {NAME_TARGET}"
                 )
             names = (usual,)
         if len(set(names)) < len(names):
@@ -457,9 +457,7 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
     records = list(read_fasta(fasta, edits))
     if len(records) > 1:
         ids = first_three(records, lambda record: record.id)
-        raise InputError(
-            f"{fasta}: has {len(records):,} records ({ids}); the file of the wild type must have one record"
-        )
+        raise InputError(f"{fasta}: has {len(records):,} records ({ids}); leave only the record of the wild type")
     if BETWEEN in records[0].sequence:
         raise InputError(f"{fasta}: the wild type has several chains; give only the chain that the variants change")
     residues = np.frombuffer(encode_residues(records[0].sequence), np.uint8)
@@ -477,7 +475,7 @@ def _column(table: Table) -> tuple[str, bool]:
     if column is None:
         raise InputError(
             f"{table.path}: has no column with a usual name for mutations ({', '.join(MUTANT_COLUMNS)}) or mutated "
-            f"sequences ({', '.join(SEQUENCE_COLUMNS)}); {listed(table.columns)}; name one: {NAME_MUTANT}"
+            f"sequences ({', '.join(SEQUENCE_COLUMNS)}); {listed(table.columns)}; name the column: {NAME_MUTANT}"
         )
     return column, mutant is None
 

@@ -61,7 +61,7 @@ def test_a_test_set_that_is_the_training_set_is_refused_and_such_a_validation_se
         with pytest.raises(InputError, match=r"x\.fasta: .*esmshard split"):
             open_split(recipe("mlm", "x.fasta", valid, "x.fasta"), "train", None)
     (notice,) = open_split(recipe("mlm", "x.fasta", "x.fasta", "t.fasta"), "valid", None).notices
-    assert "nothing divides it, so that valid has the records of train" in notice
+    assert "nothing divides it, so valid has the records of train" in notice
     folds = recipe("mlm", "x.fasta", "x.fasta", "x.fasta", ", folds: 3, fold: 0")
     tested_twice = recipe("mlm", "x.fasta", "t.fasta", "t.fasta")
     assert not any(open_split(of, name, None).notices for of in (folds, tested_twice) for name in SPLITS)

@@ -119,7 +119,7 @@ def test_pdb_and_mmcif_of_one_entry_give_equal_maps(read: Read) -> None:
     (found,) = read(lines, {"A": comps}, modres={"SEP": "SER"})
     assert found.sequence == "MKTAYMIAKQRGGLVNDECHWSFP"
     np.testing.assert_allclose(found.cb_L3, expected_cb(24, missing=missing), atol=2e-5)
-    assert changes[0].startswith("1 file with several models, of which the first was read (1ABC.")
+    assert changes[0].startswith("1 file with several models, read as the first model (1ABC.")
     labels_LL = contact_labels(found.cb_L3)
     assert np.flatnonzero(labels_LL.diagonal() < 0).tolist() == missing
     assert labels_LL[1, 4:9].tolist() == [1, 1, 0, 0, 0]  # a helix: i + 4 at 6.2 A, i + 5 at 8.4 A

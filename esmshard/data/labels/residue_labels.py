@@ -266,4 +266,4 @@ def _mask(text: str, residue_L: npt.NDArray[np.bool_], where: str, fasta: Path) 
 def _check_length(where: str, what: str, count: int, residue_L: npt.NDArray[np.bool_], fasta: Path) -> None:
     if count != residue_L.sum():
         sizes = f"{count} residues, but {residue_L.sum()} residues in {fasta}"
-        raise InputError(f"{where} has {what} for {sizes}; write one for each residue of the full sequence")
+        raise InputError(f"{where} has {what} for {sizes}; each residue of the full sequence needs a value")

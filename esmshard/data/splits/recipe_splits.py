@@ -241,10 +241,10 @@ def members(
             divide = f"esmshard split {shlex.quote(str(path))} -o DIR"
             raise InputError(
                 f"{path}: is the file of train and test, and nothing divides it, so every test record would be a "
-                f"training record; `{divide}` writes three files, and --folds 5 tests on each fifth in turn"
+                f"training record; `{divide}` writes three files, and with --folds 5 the files of five rounds"
             )
         undivided = (  # Model cards show this notice, so it names no directory.
-            f"is the file of data.train too, and nothing divides it, so that {name} has the records of train; "
+            f"is also the file of data.train, and nothing divides it, so {name} has the records of train; "
             f"`esmshard split {path.name} -o DIR` divides it"
         )
         return None, [undivided] if name == "valid" else []

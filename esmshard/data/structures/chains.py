@@ -105,7 +105,7 @@ def read_chains(
                 polymers.append((chain.name, span, [gemmi.Entity.first_mon(name) for name in entity.full_sequence]))
             else:
                 other += 1
-    edits.add("file(s) with several models, of which the first was read", path.name, int(len(structure) > 1))
+    edits.add("file(s) with several models, read as the first model", path.name, int(len(structure) > 1))
     edits.add("non-protein chain(s) left out", path.name, other)
     count = Counter(name for name, _, _ in polymers)
     for wanted in chains or ():
@@ -331,7 +331,7 @@ def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tu
     by_location: dict[tuple[str, str], gemmi.Atom] = {}
     for _, atom in atoms:
         by_location.setdefault((atom.name, atom.altloc), atom)
-    edits.add("atom(s) left out that came twice", chain_id, len(atoms) - len(by_location))
+    edits.add("repeated atom(s) left out", chain_id, len(atoms) - len(by_location))
     altered = [(name, atom) for name, atom in atoms if atom.has_altloc()]
     several = len({atom.altloc for _, atom in altered}) > 1
     edits.add(
