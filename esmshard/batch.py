@@ -1,8 +1,8 @@
-"""Defines `TokenBatch`, the packed batch that the data loader makes and the model reads, and explains tensor names.
+"""Defines `TokenBatch`, the packed batch that the data loader makes and the model reads.
 
 The letters at the end of a tensor's name are its dimensions, before the tensor is divided over processes:
 
-    T  packed tokens of a batch, with `<cls>` and `<eos>` of each sequence
+    T  packed tokens of a batch, including `<cls>` and `<eos>` of each sequence
     N  sequences of a batch
     L  residues of one sequence (without `<cls>` and `<eos>`)
     D  width of the residual stream          F  width of the feed-forward layer
@@ -25,7 +25,7 @@ from esmshard.vocab import CLS, EOS, SEPARATOR
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """A batch (pack) of N sequences that follow each other without padding. Each sequence is `<cls> ... <eos>`.
+    """A batch (pack) of N sequences without padding. Each sequence is `<cls> ... <eos>`.
 
     >>> from esmshard.vocab import encode
     >>> batch = pack([encode("MK"), encode("T")])
@@ -40,54 +40,52 @@ class TokenBatch:
     tokens_T: torch.Tensor
     """int64 [T]: the tokens of all sequences, one sequence after another."""
     position_T: torch.Tensor
-    """int64 [T]: the position of each token within its sequence. Each `<cls>` has position 0."""
+    """int64 [T]: the position of each token within its sequence, from 0 for `<cls>`."""
     cu_seqlens: torch.Tensor
-    """int32 [N + 1]: the index in `tokens_T` of the first token of each sequence. The last entry is T."""
+    """int32 [N + 1]: the index of each sequence's first token in `tokens_T`. The last entry is T."""
     max_seqlen: int
-    """Number of tokens of the longest sequence, including `<cls>` and `<eos>`."""
+    """The number of tokens in the longest sequence, including `<cls>` and `<eos>`."""
     record_ids: tuple[str, ...]
     bounds: tuple[int, ...]
-    """The numbers of `cu_seqlens` as Python integers, which the CPU can read without waiting for the GPU."""
+    """The numbers of `cu_seqlens` as Python integers. The CPU can read them without waiting for the GPU."""
     logits_at_P: torch.Tensor | None = None
     """int64 [P]: indices in `tokens_T` for which the language model computes logits; None for no logits."""
     logit_counts: tuple[int, ...] = ()
-    """For each sequence, the number of indices in `logits_at_P` that belong to this sequence."""
+    """For each sequence, the number of its entries in `logits_at_P`."""
     changes_4M: torch.Tensor | None = None
-    """int64 [4, M]: four numbers for each changed residue in the variants of one protein; None without variants. The
-    numbers are: number of the variant, new token, index of the residue in `tokens_T`, and index of the same residue in
-    the wild type. The wild type is the last sequence of the batch, so all variants share its forward pass."""
+    """int64 [4, M]: a column for each changed residue in the variants of one protein; None without variants. The rows
+    are: variant number, new token, index of the residue in `tokens_T`, and index of the same residue in the wild type.
+    The wild type is the last sequence of the batch."""
     n_variants: int | None = None
-    """Number of variants of one protein; None for other batches. If the task head reads only the wild type, `tokens_T`
-    does not contain the variants, but this number still counts the variants."""
+    """The number of variants of one protein, even if `tokens_T` contains only the wild type; None for other batches."""
     linked_N: tuple[int, ...] = ()
     """For each sequence, the number of tokens `esmshard.vocab.SEPARATOR`; empty if each sequence is a single chain."""
     draw_N: torch.Tensor | None = None
-    """int32 [N]: one random seed for each record, or for each variant, for the dropout masks in the task head
-    (`esmshard.model.finetuner`). None outside training."""
+    """int32 [N]: a dropout seed for each record or variant (`esmshard.model.finetuner`). None outside training."""
     tracks: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The tracks (`esmshard.vocab.Track`) by name, [T, ...] each. All values of an absent track count as unknown."""
+    """The tracks (`esmshard.vocab.Track`) by name, [T, ...] each. An absent track counts as unknown."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     @property
     def n_records(self) -> int:
-        """Number of sequences; for variants of one protein, the number of variants."""
+        """The number of variants of one protein, or the number of sequences in other batches."""
         return len(self) if self.n_variants is None else self.n_variants
 
     @property
     def token_counts(self) -> list[int]:
-        """Number of tokens of each sequence, including `<cls>` and `<eos>`."""
+        """The number of tokens in each sequence, including `<cls>` and `<eos>`."""
         return [end - start for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     @property
     def lengths(self) -> list[int]:
-        """Number of tokens of each sequence without `<cls>` and `<eos>`."""
+        """The number of tokens in each sequence, without `<cls>` and `<eos>`."""
         return [count - 2 for count in self.token_counts]
 
     @property
     def n_residues(self) -> int:
-        """Number of tokens except `<cls>` and `<eos>`. In a batch with variants, the wild type does not count."""
+        """The number of tokens without `<cls>` and `<eos>`. In a batch with variants, the wild type is not counted."""
         sequences = len(self) - (self.n_variants is not None and len(self) > 1)
         return self.bounds[sequences] - 2 * sequences
 
@@ -96,19 +94,18 @@ class TokenBatch:
         return [x_TD[start + 1 : end - 1] for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def means(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """Return for each sequence the mean vector [D] of its residues. The tokens between chains do not count."""
+        """Return the mean vector [D] over the residues of each sequence. Linkers between chains are left out."""
         means = [x_LD.mean(0) for x_LD in self.residues(x_TD)]
         if self.linked_N:
             tokens = self.residues(self.tokens_T)
             for n, (linked, x_LD) in enumerate(zip(self.linked_N, self.residues(x_TD), strict=True)):
                 if linked:
-                    # `linked` is a number in the CPU's memory, so the CPU does not wait for the GPU.
                     is_residue_L1 = (tokens[n] != SEPARATOR)[:, None]
                     means[n] = (x_LD * is_residue_L1).sum(0) / (len(x_LD) - linked)
         return means
 
     def to(self, device: torch.device) -> "TokenBatch":
-        """Copy all tensors of the batch to a device. If they are in pinned memory, the CPU does not wait."""
+        """Copy all tensors of the batch to a device. The CPU does not wait if the tensors are in pinned memory."""
 
         def moved(values: Mapping[str, Any]) -> dict[str, Any]:
             return {name: x.to(device, non_blocking=True) for name, x in values.items() if torch.is_tensor(x)}
@@ -117,8 +114,8 @@ class TokenBatch:
 
 
 def piece(values: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[Any]:
-    """Cut a window of at most `length` residues from the tokens or from a track of one sequence. The window begins at
-    residue `start`, counted from 0, and keeps the entries of `<cls>` and `<eos>`.
+    """Cut at most `length` residues, from residue `start` (counted from 0), out of the tokens or a track of one
+    sequence. The entries for `<cls>` and `<eos>` are kept.
 
     >>> piece(np.array([0, 20, 15, 11, 2]), 1, 2).tolist()
     [0, 15, 11, 2]
@@ -137,8 +134,8 @@ def pack(
     Args:
         tokens: the tokens of each sequence, uint8 [L + 2].
         record_ids: the id of each sequence; numbers by default.
-        logits_at: for each sequence, the positions for which the model computes logits; `<cls>` is position 0.
-        tracks: for each sequence, arrays [L + 2, ...] by name of the track. All sequences must have the same tracks.
+        logits_at: for each sequence, the positions that get logits; `<cls>` is position 0.
+        tracks: for each sequence, arrays [L + 2, ...] by track name. All sequences must have the same tracks.
     """
     if not tokens:
         raise ValueError("a batch needs at least one sequence")
@@ -178,7 +175,7 @@ def pack_variants(
     alone: bool = False,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> TokenBatch:
-    """Put the variants of a protein, and then the protein itself, into one `TokenBatch` with the field `changes_4M`.
+    """Put the variants of a protein and then the wild type into one `TokenBatch` with the field `changes_4M`.
 
     >>> from esmshard.vocab import encode
     >>> batch = pack_variants([encode("MKT"), encode("MTV")], encode("MKV"))
@@ -187,11 +184,11 @@ def pack_variants(
 
     Args:
         tokens: the tokens of each variant, uint8 [L + 2].
-        wild_type: the tokens of the protein, uint8 [L + 2].
+        wild_type: the tokens of the wild type, uint8 [L + 2].
         record_ids: the ids of the variants; numbers by default.
         logits: whether the language model computes logits for the wild type at the M changed residues.
         alone: whether the batch contains only the wild type, and no variant.
-        tracks: arrays [L + 2, ...] by name of the track. They hold for the wild type and for all variants.
+        tracks: arrays [L + 2, ...] by track name, for the wild type and all variants.
     """
     length = len(wild_type)
     if any(len(variant) != length for variant in tokens):
@@ -211,12 +208,12 @@ def pack_variants(
 
 @dataclass(frozen=True)
 class Inputs:
-    """The model's input for one record and the label of the record. A task (`esmshard.tasks`) makes this object."""
+    """The model's input for one record, and the record's label. A task (`esmshard.tasks`) makes this object."""
 
     tokens: npt.NDArray[np.uint8]
     """The tokens of the sequence, `<cls> ... <eos>`, uint8 [L + 2]."""
     target: npt.NDArray[Any] = field(default_factory=lambda: np.empty(0, np.float32))
-    """The label of the record, which the task head should output; empty in predictions."""
+    """The label that the task head should predict; empty if the label is unknown."""
     logits_at: npt.NDArray[np.int64] | None = None
     """Positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
@@ -224,21 +221,20 @@ class Inputs:
     wild_type_logits: bool = False
     """Whether the task head needs the language model's logits for the wild type at the changed residues."""
     wild_type_alone: bool = False
-    """Whether the model reads the wild type only, and no variant."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """The tracks (`esmshard.vocab.Track`) by name, [L + 2, ...] each. They also hold for the wild type of a variant."""
+    """The tracks (`esmshard.vocab.Track`) by name, [L + 2, ...] each. A variant shares them with its wild type."""
     partner: "Inputs | None" = None
-    """The second chain of a pair, of which only the fields `tokens` and `tracks` are used; None without a pair. The two
-    chains become neighbouring sequences of the batch and do not attend to each other."""
+    """The second chain of a pair (only `tokens` and `tracks` are used); None without a pair. The two chains become
+    neighbouring sequences of the batch and do not attend to each other."""
 
     @property
     def longest(self) -> int:
-        """Number of tokens of the sequence, or of the longer chain if the input is a pair."""
+        """The number of tokens in the sequence, or in the longer chain of a pair."""
         return max(len(self.tokens), 0 if self.partner is None else len(self.partner.tokens))
 
 
 def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
-    """Put inputs into one `TokenBatch` for one forward pass of the model. By default, `record_ids` are numbers."""
+    """Put inputs into one `TokenBatch`. By default, `record_ids` are numbers."""
     first = inputs[0]
     if first.wild_type is not None:
         options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}

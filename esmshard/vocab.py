@@ -1,7 +1,7 @@
-"""The 33-token alphabet of ESM-1b, ESM-1v and ESM-2, functions that encode and decode sequences, and the class `Track`.
+"""Encodes and decodes sequences with the 33 tokens of ESM-1b, ESM-1v and ESM-2.
 
-The tokens have the order of `esm.data.Alphabet.from_architecture("ESM-1b")` in fair-esm 2.0.0; `tests/test_vocab.py`
-compares the two orders. This module does not import torch. A sequence is encoded as `<cls> residues <eos>`:
+The tokens have the same order as in fair-esm 2.0.0 (`esm.data.Alphabet.from_architecture("ESM-1b")`). This module does
+not import torch. A sequence is encoded as `<cls> residues <eos>`:
 
 >>> encode("MKT").tolist()
 [0, 20, 15, 11, 2]
@@ -30,7 +30,7 @@ Linker = int | Literal["break"]
 
 @dataclass(frozen=True)
 class Chains:
-    """The settings that join the chains of a protein complex into one sequence.
+    """Settings for joining the chains of a protein complex into one sequence.
 
     >>> Chains(25, 512).text
     'linker:25,gap:512'
@@ -43,12 +43,12 @@ class Chains:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens between two chains."""
+        """The number of tokens between two chains."""
         return 1 if self.linker == "break" else self.linker
 
     @property
     def text(self) -> str:
-        """The settings in the form of the command-line option `--join`, such as `linker:25,gap:512`."""
+        """The settings as a value of the option `--join`, such as `linker:25,gap:512`."""
         return f"linker:{self.linker}" + (f",gap:{self.gap}" if self.gap else "")
 
     def __str__(self) -> str:
@@ -57,13 +57,10 @@ class Chains:
 
 
 def read_chains(text: str) -> Chains:
-    """Return the settings from a value of the command-line option `--join`.
+    """Parse a value of the option `--join`. Raises `ValueError` for an invalid value.
 
     >>> read_chains("gap:512")
     Chains(linker=25, gap=512)
-
-    Raises:
-        ValueError: the text is not a valid value; the message says which values are valid.
     """
     values: dict[str, Linker] = {}
     for part in text.split(","):
@@ -71,9 +68,9 @@ def read_chains(text: str) -> Chains:
         limit = {"linker": LONGEST_LINKER, "gap": WIDEST_GAP}.get(key)
         is_break = key == "linker" and value == "break"
         if limit is None or key in values or not (is_break or re.fullmatch("[0-9]{1,6}", value)):
-            raise ValueError("one of linker:25, gap:512, linker:25,gap:512 or linker:break is expected")
+            raise ValueError("give a value such as `linker:25`, `gap:512`, `linker:25,gap:512` or `linker:break`")
         if not is_break and not (key == "linker") <= int(value) <= limit:
-            raise ValueError(f"{key} is {int(key == 'linker')} to {limit:,}, not {value}")
+            raise ValueError(f"{key} must be {int(key == 'linker')} to {limit:,}, not {value}")
         values[key] = "break" if is_break else int(value)
     return Chains(**values)  # type: ignore[arg-type]
 
@@ -94,37 +91,32 @@ TOKENS: tuple[str, ...] = (
 CLS, PAD, EOS, UNK, MASK = (TOKENS.index(t) for t in ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>"))
 VOCAB_SIZE = len(TOKENS)
 SEPARATOR = TOKENS.index("<null_1>")
-"""The number of the token between two chains of a protein complex. Encoded sequences have this token once for each
-residue of a linker. `esmshard.model.trunk` replaces the tokens by glycines, because no released ESM-2 was trained on
-this token. In ESM-C and ESM3, the same number means the chain break `|`, which the setting `linker:break` keeps.
-"""
+"""The token between two chains of a protein complex, once for each residue of the linker. `esmshard.model.trunk`
+replaces it by glycine, because no released ESM-2 was trained on this token. In ESM-C and ESM3 it is the chain break
+`|`."""
 
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
-"""The letters of the 20 standard amino acids. Random residues are chosen only from these letters."""
+"""The letters of the 20 standard amino acids."""
 RARE = "XBUZO"
 """X (unknown residue), B (Asx), U (selenocysteine), Z (Glx) and O (pyrrolysine). ESM-2 was trained on these letters."""
 GAPS = "-."
 RESIDUES = STANDARD + RARE
-"""All letters that a sequence may have after the symbol rules of the module `esmshard.io.sequences` were applied."""
+"""The letters of a sequence that `esmshard.io.sequences` has read."""
 
 ALPHABET_HASH = hashlib.sha256("\n".join(TOKENS).encode()).hexdigest()[:16]
-"""A hash of all tokens in their order. Files with tokens store this hash."""
+"""A hash of all tokens in order. Files that contain tokens store this hash."""
 
-# `bytes.translate` converts a whole sequence in one C loop. A dictionary look-up for each letter is hundreds of times
-# slower.
+# `bytes.translate` is hundreds of times faster than a dictionary look-up for each letter.
 _TOKEN_OF = {ord(letter): TOKENS.index(letter) for letter in RESIDUES + GAPS} | {ord(BETWEEN): SEPARATOR}
 _TABLE = bytes(_TOKEN_OF.get(byte, UNK) for byte in range(256))
 _BETWEEN = bytes([SEPARATOR])
-# The letter of each token, as a byte. Tokens such as <cls>, and numbers that are no token, have a zero byte.
+# The letter of each token, as a byte; a zero byte for tokens such as <cls>, and for numbers that are no token.
 _LETTERS = bytes(ord(t) if len(t) == 1 else 0 for t in TOKENS).ljust(256, b"\0")
 
 
 def encode_residues(sequence: str, linker: int = LINKER) -> bytes:
-    """Encode the letters of a sequence as tokens of one byte each, without `<cls>` and `<eos>`. Each `:` between two
-    chains becomes as many `SEPARATOR` tokens as the argument `linker` says.
-
-    The caller must first apply the symbol rules of the module `esmshard.io.sequences`. Raises `ValueError` for an
-    unknown letter.
+    """Encode a sequence as tokens of one byte each, without `<cls>` and `<eos>`. Each `:` between two chains becomes
+    `linker` tokens `SEPARATOR`. Raises `ValueError` for a letter that is not in `RESIDUES` or `GAPS`.
 
     >>> list(encode_residues("MKT"))
     [20, 15, 11]
@@ -133,7 +125,7 @@ def encode_residues(sequence: str, linker: int = LINKER) -> bytes:
     """
     tokens = sequence.encode("ascii", "replace").translate(_TABLE)
     if (at := tokens.find(UNK)) >= 0:
-        raise ValueError(f"'{sequence[at]}' at position {at + 1} is not a residue; one of {RESIDUES} is expected")
+        raise ValueError(f"'{sequence[at]}' at position {at + 1} is not a residue; use the letters {RESIDUES}")
     return tokens.replace(_BETWEEN, _BETWEEN * linker)
 
 
@@ -143,8 +135,8 @@ def encode(sequence: str, linker: int = LINKER) -> npt.NDArray[np.uint8]:
 
 
 def decode(tokens: npt.ArrayLike) -> str:
-    """Convert tokens to the text of a sequence, and leave out `<cls>`, `<eos>` and `<pad>`. Other special tokens keep
-    their names, such as `<mask>`. All `SEPARATOR` tokens between two chains together become one `:`.
+    """Convert tokens to a sequence, without `<cls>`, `<eos>` and `<pad>`. Other special tokens keep their names, such
+    as `<mask>`. The `SEPARATOR` tokens between two chains become one `:`.
 
     >>> decode(encode("MK:T"))
     'MK:T'
@@ -171,8 +163,8 @@ def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
 
 
 def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:
-    """Return for each chain of one sequence the index of the chain's first token and the index after the chain's last
-    token. The sequence may lack `<cls>` and `<eos>`.
+    """Return the token range `(start, end)` of each chain in one sequence. The end is exclusive. The tokens `<cls>` and
+    `<eos>` may be absent.
 
     >>> chain_spans(encode("MK:T", linker=2))
     [(1, 3), (5, 6)]
@@ -185,10 +177,9 @@ def chain_spans(tokens: npt.NDArray[Any]) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Track:
-    """A property of residues that a model can read in addition to the amino acids, such as structure letters in SaProt.
+    """A residue property that a model can read in addition to the amino acids, such as structure letters in SaProt.
 
-    In a batch, a track is a tensor with one entry for each token (field `tracks` of `esmshard.batch.TokenBatch`). The
-    tokens `<cls>` and `<eos>`, and residues without a known value, have the entry `unknown`.
+    A track has one entry for each token. The entry for `<cls>`, `<eos>` and residues without a value is `unknown`.
     """
 
     name: str
@@ -196,11 +187,11 @@ class Track:
     title: str
     """The plural noun for this track in messages, such as `structure tokens`."""
     kind: Literal["letters", "coordinates", "codes"]
-    """What an entry is. `letters`: an index in the field `letters`, uint8 [T]. `coordinates`: positions of N, CA and C
-    in Ångström, float32 [T, 3, 3]. `codes`: a whole number below the field `n_codes`, int64 [T]."""
+    """The type of an entry. `letters`: an index in the string `letters`, uint8 [T]. `coordinates`: positions of N, CA
+    and C in Ångström, float32 [T, 3, 3]. `codes`: a whole number below `n_codes`, int64 [T]."""
     unknown: float
-    """The entry of a residue whose value is unknown: NaN for coordinates, a whole number for letters and codes."""
+    """The entry of a residue whose value is unknown. For coordinates, the entry is NaN."""
     letters: str = ""
-    """The possible letters of a track of kind `letters`. An entry is an index in this string."""
+    """The possible letters of a track of kind `letters`."""
     n_codes: int = 0
-    """The number of possible codes of a track of kind `codes`."""
+    """The number of possible codes in a track of kind `codes`."""

@@ -1,1 +1,1 @@
-"""The modules for models, their weights and their files, on one device. They do not use torch.distributed."""
+"""Models, their weights and their files, on one device and without torch.distributed."""

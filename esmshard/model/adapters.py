@@ -1,10 +1,9 @@
-"""Reads and writes LoRA adapters in PEFT's layout: the files `adapter_config.json` and `adapter_model.safetensors`. The
-key of a tensor is PEFT's prefix followed by the tensor's name in `transformers`.
+"""Reads and writes LoRA adapters in PEFT's layout: the files `adapter_config.json` and `adapter_model.safetensors`.
 
-`peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads these files and uses every key;
-for an `EsmModel`, add `key_mapping={"^esm.": ""}`. Plain LoRA adapters of other programs can be read, too. The tensors
-in the file, and not the setting `target_modules`, decide which layers are adapted. Unknown settings raise an error,
-because an unknown setting could change the outputs.
+`peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads these files. For an `EsmModel`,
+add `key_mapping={"^esm.": ""}`. Plain LoRA adapters from other programs can be read, too. The tensors in the file
+decide which layers are adapted; the setting `target_modules` does not. Unknown settings raise an error, because they
+could change the outputs.
 """
 
 import hashlib
@@ -38,8 +37,7 @@ HEAD = "head.safetensors"
 """The name of the file with the task head in the directory of an adapter. PEFT ignores this file."""
 _FIX = "let PEFT merge it (merge_and_unload) and save the model"
 
-# Keys of PEFT's class `LoraConfig` that this module reads, or that have no effect on existing matrices. PEFT ignores
-# the key `fan_in_fan_out` for linear layers.
+# Keys of PEFT's class `LoraConfig` that this module reads, or that do not change the outputs of a trained adapter.
 _KNOWN = {
     *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "bias", "ensure_weight_tying", "eva_config"),
     *("exclude_modules", "fan_in_fan_out", "inference_mode", "init_lora_weights", "layers_pattern"),
@@ -47,24 +45,24 @@ _KNOWN = {
     *("peft_type", "peft_version", "qalora_group_size", "r", "rank_pattern", "revision", "runtime_config"),
     *("target_modules", "task_type", "use_rslora"),
 }
-# Values of `init_lora_weights` that do not change the base model. Other values (pissa, olora, corda, loftq, ...)
-# subtract the initial LoRA matrices from the base model, so the adapter does not fit the base model on disk.
+# Values of `init_lora_weights` that do not change the base model. Other values (pissa, olora, corda, loftq, ...) change
+# it in memory, so the adapter does not fit the base model on disk.
 _INIT = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 
 def is_adapter(path: Path) -> bool:
-    """Return whether a directory has the settings file of a LoRA adapter and no weight file of a whole model."""
+    """Return whether a directory contains a LoRA adapter and no complete model."""
     return (path / ADAPTER_CONFIG).is_file() and not any((path / name).is_file() for name in LAYOUTS)
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`. Raises `InputError` if the file is damaged, no plain LoRA, or has no base model."""
+    """Read `adapter_config.json`. Raises `InputError` if it is damaged, names no base model, or is not a plain LoRA."""
     path = directory / ADAPTER_CONFIG
     settings = weight_reader.read_json(path)
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
         raise InputError(f"{path}: peft_type is not LORA and cannot be read; {_FIX}")
     if unknown := [key for key, value in settings.items() if key not in _KNOWN and value]:
-        raise InputError(f"{path}: {unknown[0]} is set, so it is not a plain LoRA and cannot be read; {_FIX}")
+        raise InputError(f"{path}: {unknown[0]} is set, so the adapter is not a plain LoRA; {_FIX}")
     if settings.get("init_lora_weights") not in _INIT:
         raise InputError(
             f"{path}: init_lora_weights is {settings['init_lora_weights']!r}, which changes the base model too and "
@@ -72,20 +70,18 @@ def read_settings(directory: Path) -> dict[str, Any]:
         )
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
-        raise InputError(f"{path}: names no base model; write its place as base_model_name_or_path there")
+        raise InputError(f"{path}: names no base model; add its path or hub name as base_model_name_or_path")
     return settings
 
 
 def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearned: Sequence[str]) -> "Weights":
-    """Return the weights of the model `base` with an adapter and the adapter's task head. Each LoRA is added in fp32
-    when a weight is read. `unlearned` has the names of the model's parts whose values are still random.
-
-    Raises:
-        InputError: the adapter is not complete, does not fit the base model, or cannot be read.
+    """Return the weights of `base` with an adapter and its task head. A LoRA is added in fp32 when a weight is read.
+    `unlearned` names the model parts whose values are random. Raises `InputError` if the adapter is not complete, does
+    not fit the base model, or cannot be read.
     """
     file = next((directory / name for name in ADAPTERS if (directory / name).is_file()), None)
     if file is None:
-        raise InputError(f"{directory}: holds no {ADAPTERS[0]}; it is not a complete adapter, copy it again")
+        raise InputError(f"{directory}: the adapter is not complete: {ADAPTERS[0]} is missing; copy it again")
     family, tied = family_of(base.config), family_of(base.config).trunk.tied
     a_of: dict[str, WeightReader] = {}
     b_of: dict[str, WeightReader] = {}
@@ -97,7 +93,6 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         if name.startswith(("classifier.", "score.")):
             left_out.add(name.split(".")[0])
         elif lora := re.fullmatch(r"(.+)\.lora_([AB])\.weight", name):
-            # The method `family.pieces` returns nothing for the pooler, because no model here uses the pooler.
             for piece in family.pieces(f"{lora[1]}.weight", base.config):
                 modules[piece.name] = lora[1]
                 if lora[2] == "A":
@@ -105,16 +100,16 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
                 else:
                     b_of[piece.name] = reader.part(piece.rows)
         elif ".lora_" in name:
-            raise InputError(f"{file}: {key} is no part of a plain LoRA of linear layers and cannot be read; {_FIX}")
+            raise InputError(f"{file}: {key} does not belong to a plain LoRA of linear layers; {_FIX}")
         else:
             pieces = family.pieces(name.replace(".base_layer.", "."), base.config)
             whole |= {piece.name: reader.part(piece.rows) for piece in pieces}
     if not a_of or a_of.keys() != b_of.keys():
-        raise InputError(f"{file}: a LoRA lacks one of its two matrices, or there is none; copy the adapter again")
+        raise InputError(f"{file}: has no LoRA, or a LoRA with only one of its two matrices; copy the adapter again")
     if changed := [name for name in (*a_of, *whole) if name in (*tied.keys(), *tied.values())]:
         raise InputError(
-            f"{file}: changes {changed[0]}; token embedding and LM head share one matrix in this model and have two in "
-            "the adapter; leave word_embeddings, decoder and lm_head out of target_modules and modules_to_save"
+            f"{file}: changes {changed[0]}, which token embedding and LM head share in this model; train the adapter "
+            "without word_embeddings, decoder and lm_head in target_modules and modules_to_save"
         )
     shapes = {name: reader.shape for name, reader in base.read.items()}
     fits = {name: shapes.get(name) == reader.shape for name, reader in whole.items()}
@@ -123,13 +118,13 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         fits[name] = shapes.get(name) == (b.shape[0], a.shape[1]) and 0 < a.shape[0] == b.shape[1]
     if wrong := [name for name, fit in fits.items() if not fit]:
         raise InputError(
-            f"{file}: {wrong[0]} does not fit the base model; write the base that was adapted as "
+            f"{file}: {wrong[0]} does not fit the base model; write the adapter's base model as "
             f"base_model_name_or_path into {directory / ADAPTER_CONFIG}"
         )
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
         scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in a_of.items()}
-    # The method `base.rows` checks that all values are finite. Its errors name the base model.
+    # Errors of `base.rows` about values that are not finite name the base model, not the adapter.
     trunk = {n: replace(r, rows=partial(base.rows, n)) for n, r in base.read.items() if not n.startswith("head.")}
     adapted = {name: _with_lora(name, trunk[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
     head_file = directory / HEAD
@@ -149,21 +144,21 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
 
 def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of the LoRA product B A of a layer: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+    """Return the factor of a layer's LoRA product B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
-    In PEFT, the keys of `alpha_pattern` are regular expressions, and the first match counts. Here each key must be a
-    plain name, because the evaluation of an unknown expression may never end. A dot in the name may follow a backslash.
+    PEFT's `alpha_pattern` maps regular expressions to alphas, and the first match counts. Here the keys must be plain
+    names, because the search for an unknown expression could take forever. A dot may have a backslash.
     """
     alpha: Any = settings.get("lora_alpha")
     path = directory / ADAPTER_CONFIG
     for key, alpha_of_key in reversed((settings.get("alpha_pattern") or {}).items()):
         name = key.removeprefix("^").removesuffix("$").replace("\\.", ".")
         if not re.fullmatch(r"[\w.-]+", name, re.ASCII):
-            raise InputError(f"{path}: alpha_pattern: {key!r} is not a name of layers; {_FIX}")
+            raise InputError(f"{path}: alpha_pattern: {key!r} is not a layer's name; {_FIX}")
         if module == name or (module.endswith(f".{name}") and not key.startswith("^")):
             alpha = alpha_of_key
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise InputError(f"{path}: lora_alpha or alpha_pattern is {alpha!r}, no positive number; save it again")
+        raise InputError(f"{path}: lora_alpha or alpha_pattern is {alpha!r}, not a positive number; save it again")
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
@@ -177,8 +172,8 @@ def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, 
 
 
 def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
-    """Return the key in `adapter_model.safetensors` of a LoRA matrix or a trained bias, which esmshard calls `name`.
-    PEFT wraps an adapted layer and calls the original layer `base_layer`, so a bias has the key `base_layer.bias`.
+    """Return the key in `adapter_model.safetensors` for the LoRA matrix or trained bias that esmshard calls `name`.
+    `targets` is the recipe key `adapt.targets`.
 
     >>> from esmshard.model.families.family_registry import SIZES
     >>> size = SIZES["esm2_t6_8M_UR50D"]
@@ -201,11 +196,10 @@ def adapter_config(
     base: str, config: ModelConfig, rank: int, alpha: float, targets: Collection[str], bias: str
 ) -> dict[str, Any]:
     """Return the content of `adapter_config.json`. `base` is the name or path of the base model. `targets` and `bias`
-    have the values of these two keys in the recipe section `adapt`. The setting `target_modules` has full names of
-    modules, because the short name `dense` would include the LM head.
+    are keys in the recipe section `adapt`.
     """
     family = family_of(config)
-    # PEFT's `AutoPeftModel` needs the class of the base model. `transformers` has no class for some model families.
+    # PEFT's `AutoPeftModel` needs this entry.
     classes = {"base_model_class": family.model_class, "parent_library": "transformers"}
     paths = [matrix.path for matrix in config.matrices if matrix.target in targets]
     keys = [str(family.key(f"layers.{n}.{path}.weight")) for n in range(config.n_layers) for path in paths]
@@ -225,7 +219,7 @@ def adapter_config(
         "r": rank,
         "rank_pattern": {module: rank * count for module, count in joined.items()},
         "alpha_pattern": {module: alpha * count for module, count in joined.items()},
-        "target_modules": list(counts),
+        "target_modules": list(counts),  # full names, because the short name `dense` would include the LM head
         "task_type": None,
     }
 
@@ -237,17 +231,13 @@ def write_adapter(
     targets: Collection[str],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, str]:
-    """Write an adapter and the file of the task head. Return the sha256 of both weight files, by file name.
+    """Write an adapter and its task head to an existing directory. Return the sha256 of both weight files, by name.
 
-    The files of some model families join several matrices in one matrix. For these files, the LoRA matrices A are
-    stacked, and the LoRA matrices B become blocks on a diagonal, so that the product B A stacks the single products.
+    Some model families store several matrices as one matrix. For such a matrix, the LoRA matrices A are stacked, and
+    the LoRA matrices B become blocks on a diagonal. Then the product B A stacks the single products.
 
-    Args:
-        directory: an existing directory.
-        settings: the result of `adapter_config`.
-        config: the architecture of the base model.
-        targets: the value of the recipe key `adapt.targets`.
-        tensors: all trained tensors by esmshard's names: LoRA matrices, biases, `head.*`.
+    `settings` is the result of `adapter_config`, and `targets` the recipe key `adapt.targets`. `tensors` has all
+    trained tensors by esmshard's names: LoRA matrices, biases, `head.*`.
     """
     head = {name: tensor.contiguous() for name, tensor in tensors.items() if name.startswith("head.")}
     groups: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -263,7 +253,7 @@ def write_adapter(
             joined[key] = next(iter(group.values())).contiguous()
         elif part == "A.weight":
             joined[key] = torch.cat([group[name] for name in rows if name in group])
-        else:  # For a joined matrix without a LoRA, the rows of B are zeros.
+        else:  # A matrix without a LoRA gets zero rows in B.
             parts = [group.get(name, torch.empty(part.stop - part.start, 0)) for name, part in rows.items()]
             joined[key] = torch.block_diag(*parts)  # type: ignore[no-untyped-call]
     replace_json(directory / ADAPTER_CONFIG, settings)

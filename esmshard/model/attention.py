@@ -1,7 +1,4 @@
-"""Self-attention over packed sequences. `esmshard.batch` explains the letters of tensor names.
-
-Only the function `attend` calls different kernels, and only the class `RotaryEmbedding` uses the tokens' positions.
-"""
+"""Computes self-attention over packed sequences. `esmshard.batch` explains the letters of tensor names."""
 
 from collections.abc import Callable
 from functools import partial
@@ -13,32 +10,18 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 
-
-def keep_eager() -> None:
-    """Exclude some functions of this module from compilation. Otherwise the compiler would compile a block again for
-    each new combination of sequence lengths. The exclusion imports the compiler, which takes 2 s.
-    """
-    for name in ("attend_slices", "attend_padded", "_hand_out"):
-        function = globals()[name]
-        if not hasattr(function, "_torchdynamo_disable"):
-            globals()[name] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
-
-
 OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
-"""The type of a function `on_attention(layer, sequence, q_THK, k_THK)`, which gets the queries and keys of one sequence
-in one layer, after the rotary embedding, including `<cls>` and `<eos>`.
-
-The function gets queries and keys and not attention maps, because H maps [T, T] at once would take too much memory. The
-function can call `attention_map` for a few heads at a time.
-"""
+"""The type of a function `on_attention(layer, sequence, q_THK, k_THK)`. It gets the queries and keys of one sequence in
+one layer, after the rotary embedding, including `<cls>` and `<eos>`. It can call `attention_map` for a few heads at a
+time, because all H maps [T, T] together could need too much memory."""
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> Literal["varlen", "slices", "padded"]:
-    """Return the name of the kernel that `attend` uses for queries of this precision on this device.
+    """Return the attention kernel for a device and precision. SDPA is torch's `scaled_dot_product_attention`.
 
-    - `varlen`: `varlen_attn` (FlashAttention over packed sequences), in half precision on CUDA GPUs from Ampere on.
-    - `slices`: one unmasked SDPA call per sequence, on the CPU, where this kernel was measured to be the fastest.
-    - `padded`: SDPA under a key mask over a block padded to the longest sequence, on other devices.
+    - `varlen`: FlashAttention over packed sequences, in half precision on CUDA GPUs from Ampere on.
+    - `slices`: one SDPA call per sequence, on the CPU, where it was the fastest in measurements.
+    - `padded`: one SDPA call with a key mask, after padding to the longest sequence, on other devices.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if half and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
@@ -53,7 +36,7 @@ def attend(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch:
         from torch.nn.attention.varlen import varlen_attn
 
         cu, longest = batch.cu_seqlens, batch.max_seqlen
-        # The keywords changed between torch releases; the seven positional arguments did not.
+        # The keyword arguments changed between torch releases; the seven positional arguments did not.
         out_THK = varlen_attn(q_THK, k_THK, v_THK, cu, cu, longest, longest)
         assert isinstance(out_THK, torch.Tensor)
         return out_THK
@@ -63,9 +46,9 @@ def attend(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch:
 
 
 def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute the result of the function `attend` for one sequence after another."""
+    """Compute `attend` for one sequence after another."""
     out = []
-    # `split` is faster than slices: the backward pass of N slices fills N gradients of the whole pack with zeros.
+    # `split` is faster than slices, because each slice would get a gradient as large as the pack.
     for q, k, v in zip(*(torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK, v_THK)), strict=True):
         q_1HTK, k_1HTK, v_1HTK = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         out.append(F.scaled_dot_product_attention(q_1HTK, k_1HTK, v_1HTK).squeeze(0).transpose(0, 1))
@@ -73,11 +56,11 @@ def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 
 
 def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute the result of the function `attend` with all sequences padded to the length of the longest sequence."""
+    """Compute `attend` with all sequences padded to the length of the longest sequence."""
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
     sequence_T = torch.repeat_interleave(torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1])
-    # `position_T` is not the column of a token in the padded block, because a gap between chains shifts positions.
+    # `position_T` cannot serve as the column in the padded block, because a gap between chains shifts positions.
     column_T = torch.arange(batch.bounds[-1], device=q_THK.device) - batch.cu_seqlens[:-1].long()[sequence_T]
 
     def to_block(x_THK: torch.Tensor) -> torch.Tensor:
@@ -92,14 +75,14 @@ def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) of base 10000: rotates pairs of numbers of a head.
+    """Rotates pairs of numbers in each head by the token's position (Su et al. 2021, arXiv:2104.09864; base 10000).
 
-    A pair is a number of the first half of a head and a number of the second half, as in GPT-NeoX. With
-    `interleaved=True`, a pair is two neighbouring numbers, as in the paper and in Llama.
+    A pair has one number from each half of the head, as in GPT-NeoX. With `interleaved=True`, a pair is two
+    neighbouring numbers, as in the paper and in Llama.
 
     Checkpoints contain the buffer `inv_freq`, because released ESM-2 models have values that were rounded to fp16.
     Exact values would change representations by up to 1e-3. The buffer stays fp32 when the model is cast to another
-    type. In bf16, half of 1,024 positions would be equal to another position.
+    type, because bf16 cannot tell half of 1,024 positions from another position.
     """
 
     inv_freq: torch.Tensor
@@ -117,7 +100,7 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and signed sine of each token's rotation angles, fp32 [T, 1, K] each, for `rotate`."""
+        """Return the cosine and the signed sine of each token's rotation angles, fp32 [T, 1, K] each."""
         angle_TK = batch.position_T[:, None].to(torch.float32) * self.inv_freq
         cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
         join = partial(torch.stack, dim=-1) if self.interleaved else partial(torch.cat, dim=-1)
@@ -125,7 +108,7 @@ class RotaryEmbedding(nn.Module):
         return cos_TK[:, None], sin_TK[:, None]
 
     def rotate(self, x_THK: torch.Tensor, cos_T1K: torch.Tensor, sin_T1K: torch.Tensor) -> torch.Tensor:
-        """Rotate queries or keys: each number times the cosine, plus the other number of its pair times the sine."""
+        """Rotate queries or keys with the result of `forward`."""
         if self.interleaved:
             partner_THK = x_THK.view(*x_THK.shape[:-1], -1, 2).flip(-1).flatten(-2)
         else:
@@ -134,23 +117,22 @@ class RotaryEmbedding(nn.Module):
 
 
 def inverse_frequencies(head_dim: int) -> torch.Tensor:
-    """Return the rotation angle per position of each pair of numbers, in radians, fp32 [head_dim / 2]."""
+    """Return each pair's rotation angle per position, in radians, fp32 [head_dim / 2]."""
     with torch.device("cpu"):
         return 1.0 / (10000 ** (torch.arange(0, head_dim, 2).float() / head_dim))
 
 
 OnQk = Callable[[int, torch.Tensor, torch.Tensor], None]
-"""The type of a function `on_qk(sequence, q_THK, k_THK)`, as `OnAttention` but without the argument `layer`."""
+"""The type of a function `on_qk(sequence, q_THK, k_THK)`, like `OnAttention` but without the argument `layer`."""
 
 
 class PackedAttention(nn.Module):
-    """Attention between the tokens of each sequence of a packed batch. This module has no parameters.
-
-    If several processes divide the heads or the tokens, `esmshard.parallel` replaces this module by a subclass.
+    """Computes attention between the tokens of each sequence, without parameters. If several processes divide the heads
+    or the tokens, `esmshard.parallel` replaces this module by a subclass.
     """
 
     compiles = True
-    """Whether `torch.compile` may compile the method `forward` of this module."""
+    """Whether `torch.compile` may compile `forward`."""
 
     def forward(
         self,
@@ -162,23 +144,23 @@ class PackedAttention(nn.Module):
     ) -> torch.Tensor:
         """Return the attention output [T, H, K]. If the function `on_qk` is given, call it for each sequence."""
         if on_qk is not None:
-            _hand_out(on_qk, self.whole(q_THK), self.whole(k_THK), batch)
+            _call_per_sequence(on_qk, self.whole(q_THK), self.whole(k_THK), batch)
         return self.attend(q_THK, k_THK, v_THK, batch)
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Call the function `attend`. Subclasses add communication between processes before or after this call."""
+        """Call the function `attend`. Subclasses also communicate between processes."""
         return attend(q_THK, k_THK, v_THK, batch)
 
     def whole(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of all tokens and heads, from the queries or keys that this process has."""
+        """Return the queries or keys of all tokens and heads. Subclasses collect them from all processes."""
         return q_THK
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention with the parameter names of fair-esm.
+    """Computes multi-head self-attention, with fair-esm's parameter names.
 
-    With `qk_norm=True`, a LayerNorm without bias is applied to queries and keys over the width of the model, as in
-    ESM-C, before the split into heads and the rotation. The class `RotaryEmbedding` explains `interleaved`.
+    With `qk_norm=True`, queries and keys get a LayerNorm over the model's width, as in ESM-C. `RotaryEmbedding`
+    explains `interleaved`.
     """
 
     def __init__(
@@ -215,14 +197,14 @@ class SelfAttention(nn.Module):
         return self.out_proj(self.core(q_THK, k_THK, v_THK, batch, on_qk).flatten(1))  # type: ignore[no-any-return]
 
 
-def _hand_out(on_qk: OnQk, q_THK: torch.Tensor, k_THK: torch.Tensor, batch: TokenBatch) -> None:
+def _call_per_sequence(on_qk: OnQk, q_THK: torch.Tensor, k_THK: torch.Tensor, batch: TokenBatch) -> None:
     split_qk = (torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK))
     for n, (q, k) in enumerate(zip(*split_qk, strict=True)):
         on_qk(n, q, k)
 
 
 def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Compute the attention probabilities of one sequence, including `<cls>` and `<eos>`, always in fp32 [H, T, T]."""
+    """Compute the attention probabilities of one sequence, including `<cls>` and `<eos>`, fp32 [H, T, T]."""
     q_HTK, k_HKT = q_THK.float().transpose(0, 1), k_THK.float().permute(1, 2, 0)
     probabilities_HTT: torch.Tensor = ((q_HTK * q_THK.shape[-1] ** -0.5) @ k_HKT).softmax(dim=-1)
     return probabilities_HTT
@@ -233,19 +215,22 @@ Between = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
 
 
 class TrunkBlock(nn.Module):
-    """The base class of the blocks of a trunk."""
+    """The base class of all transformer blocks."""
 
     def add_between(self, between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Return `between(x_TD, batch)`. The method `compile` excludes this method from compilation."""
+        """Return `between(x_TD, batch)`. `compile` excludes this call from compilation."""
         return between(x_TD, batch)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compile `forward` in place, with the arguments of `torch.compile`.
-
-        The functions that `keep_eager` excludes are not compiled. Hooks of the module are not compiled, either, so FSDP
-        gathers parameters outside of compiled code.
+        """Compile `forward` in place, with the arguments of `torch.compile`. Module hooks are not compiled, so FSDP can
+        gather parameters in them.
         """
-        keep_eager()
+        # With these functions, each new combination of sequence lengths would compile a block again. They are excluded
+        # here and not at import, because `torch.compiler.disable` imports the compiler, which takes 2 s.
+        for name in ("attend_slices", "attend_padded", "_call_per_sequence"):
+            function = globals()[name]
+            if not hasattr(function, "_torchdynamo_disable"):
+                globals()[name] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
         for module in self.modules():
             if isinstance(module, PackedAttention) and not module.compiles:
                 module.forward = torch.compiler.disable(module.forward)  # type: ignore[no-untyped-call,method-assign]

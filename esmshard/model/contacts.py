@@ -1,12 +1,12 @@
-"""ESM's contact regression over attention maps, accumulated layer by layer.
+"""Computes ESM's contact regression over attention maps, layer by layer.
 
-The reference (`esm.modules.ContactPredictionHead`, Rao et al. 2021) stacks all maps: 2.6 GiB for one protein of 1,024
+fair-esm (`esm.modules.ContactPredictionHead`, Rao et al. 2021) stacks all maps: 2.6 GiB for one protein of 1,024
 residues in the 650M model. Let P_c be the map of head c without `<cls>` and `<eos>`, and S_c = P_c + P_c^T. Then
 
-    logit = b + sum_c w_c F_c,    F_c = S_c - a_c a_c^T / A_c,    a_c = row sums of S_c,    A_c = sum of a_c,
+    logit = b + sum_c w_c F_c,    F_c = S_c - a_c a_c^T / A_c,    a_c = row sums of S_c,    A_c = sum of a_c.
 
-so the sum M = sum_c w_c P_c [L, L] and the vectors a_c determine all logits, and no map is kept in memory. A few maps
-are computed at a time, and in training again in the backward pass. Several contact regressions share the maps.
+So the sum M = sum_c w_c P_c [L, L] and the vectors a_c determine all logits, and no map stays in memory. The maps are
+computed a few at a time, and once more in the backward pass of training.
 """
 
 import torch
@@ -17,18 +17,18 @@ from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
-"""Maximum number of entries of the attention maps in memory (4 MiB), or one map per regression if this is more."""
+"""The maximum number of map entries in memory (4 MiB). One map per regression is always allowed."""
 
 
 class ContactAccumulators:
-    """Computes A contact regressions for each of N sequences, with gradients, as sums over heads and layers.
+    """Computes A contact regressions for each of N sequences, with gradients.
 
-    In the backward pass, activation checkpointing runs each layer again and calls the method `add` again. Autograd
-    needs the results of this second call, but the call no longer changes the sums.
+    In the backward pass, activation checkpointing calls the method `add` again. Autograd needs the results of this
+    second call, but the call must not change the sums.
 
     Args:
         n_sequences: the number N of sequences.
-        weight_AC: the weights of the A regressions for the C maps of all layers in order, in any precision.
+        weight_AC: the weights of the A regressions for the C maps of all layers in order.
         bias_A: the biases of the A regressions.
     """
 
@@ -39,8 +39,8 @@ class ContactAccumulators:
         self._summed = False
 
     def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Add the H attention maps of one layer and sequence to the sums, in fp32. This method is the argument
-        `on_attention` of `Trunk.forward`, which calls the method in the order of the layers, from 0.
+        """Add the H attention maps of one layer and sequence to the sums, in fp32. Pass this method to `Trunk.forward`
+        as `on_attention`.
         """
         n_tokens, n_heads = q_THK.shape[:2]
         weight_AH = self._weight_AC[:, layer * n_heads : (layer + 1) * n_heads]
@@ -67,10 +67,10 @@ class ContactAccumulators:
             self._row_sums[sequence].append(row_sums_HL)
 
     def logits(self) -> list[torch.Tensor]:
-        """Return the contact logits of each sequence, fp32 [A, L, L]. Call this method after the last layer."""
+        """Return the contact logits of each sequence, fp32 [A, L, L]. Call this method once, after the last layer."""
         logits: list[torch.Tensor] = []
         self._summed = True
-        while self._sums:  # The sum of each sequence is freed before the logits of the next sequence are computed.
+        while self._sums:  # `pop` frees each sum before the next logits are computed.
             sum_ATT, row_sums = self._sums.pop(0), self._row_sums.pop(0)
             assert sum_ATT is not None, "no attention was added"
             with torch.autocast(sum_ATT.device.type, enabled=False):
@@ -83,17 +83,16 @@ class ContactAccumulators:
 def _weighed_maps(
     q_THK: torch.Tensor, k_THK: torch.Tensor, weight_AH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A weighted sums of H attention maps, [A, T, T] with `<cls>` and `<eos>`, and `_row_sums`, [H, L]."""
+    """Return A weighted sums of H attention maps, [A, T, T], and their `_row_sums`, [H, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     return (weight_AH @ maps_HTT.flatten(1)).view(-1, *maps_HTT.shape[1:]), _row_sums(maps_HTT)
 
 
 def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
-    """Return the row sums of S_c (see the module) for each map, [H, L]: row and column sums of P_c, over residues only.
+    """Return the row sums a_c of S_c (see the module) for each map, [H, L].
 
-    The softmax is over all tokens, and the maps are not normalised again without `<cls>` and `<eos>`. Products with a
-    vector of ones are faster than sums over a part of each map. Subtracting the columns of `<cls>` and `<eos>` from 1
-    would leave only rounding errors for heads that attend to `<cls>` alone.
+    Products with a vector of ones and zeros are faster than sums over a part of each map. Subtracting the columns of
+    `<cls>` and `<eos>` from 1 would leave only rounding errors for heads that attend to `<cls>` only.
     """
     inner_T = torch.ones(maps_HTT.shape[-1], device=maps_HTT.device)
     inner_T[0] = inner_T[-1] = 0
@@ -101,14 +100,14 @@ def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
 
 
 def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Return the inputs F_c (see the module) of the contact regression for H heads of one layer, fp32 [H, L, L]."""
+    """Return the contact regression's inputs F_c (see the module) for H heads of one layer, fp32 [H, L, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     a_HL, maps_HLL = _row_sums(maps_HTT), maps_HTT[:, 1:-1, 1:-1]
     return maps_HLL + maps_HLL.mT - a_HL[:, :, None] * (a_HL / a_HL.sum(-1, keepdim=True))[:, None, :]
 
 
 def predict_contacts(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
-    """Predict contact probabilities of each sequence, fp32 [L, L], by the contact regression, with gradients."""
+    """Predict the contact probabilities of each sequence, fp32 [L, L], with gradients."""
     regression = model.contact_head.regression
     sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
     model(batch, layers=(), on_attention=sums.add)

@@ -1,6 +1,6 @@
 """Writes a model in `transformers`' layout or in the format of the authors' code, and uploads model directories.
 
-Only the tensors of one file, at most 5 GB, are in memory at a time, whatever the size of the model.
+A model is written file by file. Only the tensors of one file, at most 5 GB, are in memory at a time.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ MAX_FILE_BYTES = 5_000_000_000
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Source = Callable[[str], torch.Tensor]
-"""The type of a function that returns a tensor by esmshard's name. Tensors of a task head have names `head.*`."""
+"""The type of a function that returns a tensor by esmshard's name. The tensors of a task head are named `head.*`."""
 
 
 def write_transformers(
@@ -45,7 +45,7 @@ def write_transformers(
         directory: an existing, empty directory.
         config: the architecture of the trunk.
         sizes: the shapes of the tensors to write, by name. A tensor with two names (`Trunk.tied`) is listed once.
-        source: the function that returns the tensor with a given name.
+        source: the function that returns a tensor by name.
         dtype: the type of the written weights. Rotary frequencies stay fp32.
         max_file_bytes: the maximum size of a weight file. Larger models become several files with an index.
     """
@@ -69,11 +69,10 @@ def write_pickle(
     source: Source,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Write a model file for the authors' code at `path`, the result of the method `kind.path`.
+    """Write a model file for the authors' code. `kind.path` returns `path`. Tensors that the file format lacks, such as
+    a task head, are left out. All else is as in `write_transformers`.
 
-    Tensors that the file cannot hold, such as a task head, are left out. The other arguments, the result and the errors
-    are as in `write_transformers`. `torch.save` needs all tensors at once, so the tensors are first written to
-    temporary files and mapped into memory.
+    `torch.save` needs all tensors at once, so they are first written to temporary files and mapped into memory.
     """
     names = [name for name in sizes if not name.startswith(kind.lacks)]
     keys = {name: [name] for name in names} if kind.our_names else _by_key(family_of(config), config, names)
@@ -84,7 +83,7 @@ def write_pickle(
 
 
 def _by_key(family: Family, config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return for each key of a model file the esmshard names of the tensors that are joined there, in row order."""
+    """Return, for each key of a model file, esmshard's names of the tensors that are joined under it, in row order."""
     keys: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (key := family.key(name)) is not None:
@@ -103,7 +102,7 @@ def _write_safetensors(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> dict[str, str]:
-    """Join the tensors of each key along the rows, and write safetensors files. Return the sha256 by file name."""
+    """Join the tensors of each key along the rows, write safetensors files, and return the sha256 by file name."""
     from huggingface_hub import split_torch_state_dict_into_shards  # The import reads environment variables.
 
     planned = {
@@ -124,43 +123,42 @@ def _write_safetensors(
 
 
 def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
-    """Return the type in which a tensor is written: `dtype`, or fp32 for rotary frequencies."""
+    """Return the type of a tensor in files: fp32 for rotary frequencies, and `dtype` for all other tensors."""
     return torch.float32 if name.endswith("inv_freq") else dtype
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of a tensor in the type that `stored_dtype` returns. The errors are as in `write_transformers`."""
+    """Copy a tensor with the type `stored_dtype`. The errors are as in `write_transformers`."""
     written = tensor.to(stored_dtype(name, dtype), copy=True, memory_format=torch.contiguous_format)
-    # If a tensor has a NaN or an infinity, so has its minimum or maximum. A mask of the tensor would take more memory.
+    # A NaN or an infinity shows in the minimum or maximum. A mask of the whole tensor would need more memory.
     if written.numel() and not torch.isfinite(torch.stack(torch.aminmax(written))).all():
         largest = float(tensor.abs().max())
         if largest < float("inf"):
-            raise FloatingPointError(f"{name} holds {largest:.3g}, which is too large for {dtype}; write fp32 or bf16")
-        raise FloatingPointError(f"{name} holds a value that is not finite; the run that made it diverged")
+            raise FloatingPointError(
+                f"{name} contains {largest:.3g}, which is too large for {dtype}; write fp32 or bf16"
+            )
+        raise FloatingPointError(f"{name} holds a value that is not finite, so the training has diverged")
     return written
 
 
 def push(model: str, name: str, *, private: bool = False, overwrite: bool = False) -> str:
-    """Upload the files of a model directory to the hub as one commit, and return the address of the repository.
+    """Upload the files of a model directory to the Hugging Face hub as one commit. Return the repository's address.
 
-    `model` is the directory of a run that contains a model, a directory that `esmshard consolidate` wrote, or the
-    directory of an adapter. With `overwrite=True`, the repository may exist already and gets one more commit.
-
-    Raises:
-        UsageError: `name` is not OWNER/NAME, or the repository exists and `overwrite` is False.
-        InputError: the directory is not a complete model, its weights differ from the recorded sha256, the base of an
-            adapter exists on this machine only, or the upload fails.
+    `model` is the directory of a run, of an adapter, or from `esmshard consolidate`. With `overwrite=True`, an existing
+    repository gets one more commit. Raises `UsageError` if `name` is not OWNER/NAME, or if the repository exists and
+    `overwrite` is False. Raises `InputError` if the directory is not a complete model, its weights differ from the
+    recorded sha256, an adapter's base is not on the hub, or the upload fails.
     """
     if not is_hub_name(name):
-        raise UsageError(f"{name}: OWNER/NAME is expected, such as me/model")
+        raise UsageError(f"{name}: give OWNER/NAME, such as me/model")
     path = weights.place(model)
     if not path.is_dir():
-        raise InputError(f"{model}: is not a model directory; give a run, or a directory from `esmshard consolidate`")
+        raise InputError(f"{model}: not a model directory; give a run, or a directory from `esmshard consolidate`")
     if adapters.is_adapter(path):
         base = adapters.read_settings(path)["base_model_name_or_path"]
         if not hub.is_name(base):
             raise InputError(
-                f"{path}: is an adapter of {base}, which is not on the hub; push the whole model, or consolidate the "
+                f"{path}: an adapter for {base}, which is not on the hub; push the complete model, or consolidate the "
                 "run again with --adapter --base OWNER/NAME"
             )
     if changed := weights.altered(weights.read(str(path)).files):
@@ -186,7 +184,7 @@ def push(model: str, name: str, *, private: bool = False, overwrite: bool = Fals
                 f"{name}: exists already on {constants.ENDPOINT}; choose another name or pass --overwrite"
             ) from None
         raise InputError(
-            f"{name}: the upload to {constants.ENDPOINT} failed ({hub.reason(error)}); try again, with "
-            "HF_TOKEN set to a token with the right to write"
+            f"{name}: the upload to {constants.ENDPOINT} failed ({hub.reason(error)}); set HF_TOKEN to a token that "
+            "may write, and try again"
         ) from None
     return address

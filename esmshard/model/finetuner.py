@@ -1,10 +1,10 @@
-"""The language model (trunk) and the head of a task as one torch module, and the dropout of task heads.
+"""Joins the language model (trunk) and a task head in one torch module, and defines the dropout of task heads.
 
-torch's dropout makes its masks from the random state of a process, so a mask depends on the rank and on the order of
-the records. Here each number of a mask is a hash of (seed of the record, layer, position in the record, column). So a
-resumed run, a run on other ranks, and a layer that activation checkpointing computes again have the same masks.
+torch's dropout masks depend on the rank and on the order of the records. Here each number of a mask is a hash of record
+seed, layer, position in the record, and column. So a resumed run and a run on other ranks have the same masks, and so
+has a layer that activation checkpointing computes again.
 
-`esmshard.batch` explains the letters of tensor names; R is the number of rows of the masked tensor.
+`esmshard.batch` explains the letters of tensor names. R is the number of rows of the masked tensor.
 """
 
 from collections import defaultdict
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
 
 
 class LanguageModelHead(nn.Module):
-    """An empty module in the place of a task head. It marks that the task uses the LM head of the trunk."""
+    """Stands in the place of a task head if the task uses the trunk's LM head."""
 
 
 class FineTuner(nn.Module):
-    """The language model (trunk) and the task head as one module, so that FSDP treats both as one model."""
+    """Joins the language model (trunk) and the task head, so that FSDP treats both as one model."""
 
     def __init__(self, trunk: Trunk, head: nn.Module) -> None:
         super().__init__()
@@ -45,20 +45,19 @@ class FineTuner(nn.Module):
         self.head = head
         self._drawn: Mapping[str, WeightReader] = {}
         self.remembered: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
-        """Outputs of a frozen model that a task stores for later calls, by a name and then by a key, both chosen by the
-        task. Before `Task.baselines` is called, the first rank also gets the outputs that other ranks have stored.
-        """
+        """Outputs of a frozen model that a task saves for later calls, by name and key. The task chooses both. Before
+        `Task.baselines` is called, the first rank also gets the outputs that other ranks have saved."""
 
     @property
     def layers(self) -> nn.ModuleList:
-        """The transformer blocks of the trunk, as in the field `Trunk.layers`."""
+        """The transformer blocks of the trunk."""
         return self.trunk.layers
 
     def forward(self, batch: TokenBatch, substitute: Callable[[], Any] | None = None) -> Any:
-        """Return the outputs of the task head for each record, or the logits at `TokenBatch.logits_at_P`; always fp32.
+        """Return the task head's outputs for each record, or the logits at `TokenBatch.logits_at_P`, in fp32.
 
-        If the function `substitute` is given, return its result instead. If ranks share a model, all parameters are in
-        memory only during a call of this module. So `esmshard.parallel.shard.shared_calls` calls the trunk in this way.
+        If the function `substitute` is given, return its result instead. `esmshard.parallel.shard.shared_calls` needs
+        this, because FSDP gathers the parameters only during a call of this module.
         """
         if substitute is not None:
             return substitute()
@@ -68,7 +67,7 @@ class FineTuner(nn.Module):
         layers, logits_PV = self.trunk(batch, logits_at=batch.logits_at_P, on_attention=on_attention)
         if self.asks_logits and logits_PV is not None:
             return list(logits_PV.float().split(batch.logit_counts))
-        # Some heads also read the language model's logits, or the object that their `attention` method returned.
+        # Some heads also read the language model's logits, or the object from their method `attention`.
         more_input = logits_PV if getattr(self.head, "reads_logits", False) else attention
         x_TD = layers[self.trunk.config.n_layers]
         outputs = self.head(x_TD, batch) if more_input is None else self.head(x_TD, batch, more_input)
@@ -76,28 +75,28 @@ class FineTuner(nn.Module):
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
-        """Return the outputs of the task head for these inputs, computed on the model's device."""
+        """Return the task head's outputs for these inputs."""
         dtype = self.trunk.embed_tokens.weight.dtype
-        # The task head has fp32 weights. With autocast, its input can come from a trunk in half precision.
+        # The task head has fp32 weights. With autocast, it also accepts the output of a trunk in half precision.
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
         with mixed, exact_convolutions(self.device):
             return [output.cpu().numpy() for output in self(batch_of(inputs).to(self.device))]
 
     @torch.no_grad()
     def representations(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
-        """Return the last-layer representations [L, D] of the residues of each sequence."""
+        """Return the last-layer representations [L, D] of each sequence, without `<cls>` and `<eos>`."""
         batch = batch_of(inputs).to(self.device)
         x_TD = self.trunk(batch).representations[self.trunk.config.n_layers].float()
         return [x_LD.cpu().numpy() for x_LD in batch.residues(x_TD)]
 
     @property
     def device(self) -> torch.device:
-        """The device on which the model computes, as in the property `Trunk.device`."""
+        """The device on which the model computes (`Trunk.device`)."""
         return self.trunk.device
 
     @property
     def asks_logits(self) -> bool:
-        """Whether the task uses the LM head of the trunk."""
+        """Whether the task uses the trunk's LM head."""
         return isinstance(self.head, LanguageModelHead)
 
     def adapt(
@@ -107,14 +106,9 @@ class FineTuner(nn.Module):
         tracks: Collection[str] = (),
         quantization: Quantization | None = None,
     ) -> None:
-        """Add LoRA matrices and quantise matrices, if the settings say so. Then choose the parameters that learn: the
-        task head, and what the recipe section `adapt` selects in the trunk, except for `Trunk.never_learns`.
-
-        Args:
-            settings: the recipe section `adapt`.
-            seed: the seed of the initial LoRA matrices.
-            tracks: the names of the tracks that all batches have.
-            quantization: how the matrices of the layers are quantised; None for no quantisation.
+        """Quantise matrices and add LoRA matrices if the settings ask for it. Then choose the parameters to train: the
+        task head, and the trunk's parameters that `settings` selects, except for `Trunk.never_learns`. `seed` is for
+        initial LoRA matrices. `tracks` names the tracks that all batches have.
         """
         if quantization is not None:
             quantize(self.trunk.layers, self.trunk.config.matrices, quantization)
@@ -134,8 +128,8 @@ class FineTuner(nn.Module):
             _freeze(trunk, part)
 
     def rows_of(self, base: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Return a function that returns initial rows of a tensor of this module, by the tensor's name. Tensors of the
-        trunk are read from `base` and quantised if necessary, new LoRA matrices are random, and the head is `head`.
+        """Return a function `(name, rows)` that returns initial rows of a tensor in this module. The trunk's tensors
+        are read from `base` and quantised if necessary. New LoRA matrices are random. The task head is `head`.
         """
         state = head.state_dict()
 
@@ -158,8 +152,8 @@ class FineTuner(nn.Module):
 
 
 def _freeze(trunk: Trunk, part: str) -> None:
-    """Freeze the parameters of the entry `part` in the recipe key `adapt.freeze`. Raises `UsageError` if a layer or a
-    track of this entry is not in the model.
+    """Freeze the parameters that an entry `part` of the recipe key `adapt.freeze` names. Raises `UsageError` if the
+    model lacks them.
     """
     if part == "embedding":
         frozen = [p for n, p in trunk.named_parameters() if n.startswith("embed_")]
@@ -170,7 +164,7 @@ def _freeze(trunk: Trunk, part: str) -> None:
     elif part == "tracks":
         prefixes = tuple(prefix for prefixes in trunk.learns_with.values() for prefix in prefixes)
         if not prefixes:
-            raise UsageError("adapt.freeze: tracks: the model has no parameters for a track; leave it out")
+            raise UsageError("adapt.freeze: tracks: the model has no parameters for tracks; remove this entry")
         frozen = [p for n, p in trunk.named_parameters() if n.startswith(prefixes)]
     else:
         first, _, last = part.removeprefix("layers.").partition("-")
@@ -183,15 +177,12 @@ def _freeze(trunk: Trunk, part: str) -> None:
 
 
 _PLACE, _LAYER, _COLUMN = 0x27D4EB2F, 0x165667B1, 0x61C88647
-"""Odd factors of position, layer and column in the input of a hash, so that neighbours differ in many bits."""
+"""Odd factors for position, layer and column in the input of the hash, so that neighbours differ in many bits."""
 
 
 class RecordDropout(nn.Module):
-    """Dropout: sets a share of the input to zero in training and scales up the other numbers. No effect in evaluation.
-
-    Args:
-        share: the share of numbers to set to zero, from 0 to below 1.
-        layer: the number of this layer among the dropout layers of a head, so that layers have different masks.
+    """Sets a share of the input, from 0 to below 1, to zero in training, and scales up the other numbers. Does nothing
+    in evaluation. Each dropout layer of a head needs another number `layer`, so that their masks differ.
     """
 
     def __init__(self, share: float, layer: int = 0) -> None:
@@ -199,17 +190,13 @@ class RecordDropout(nn.Module):
         self.share, self.layer = share, layer
 
     def forward(self, x_RF: torch.Tensor, draw_R: torch.Tensor | None) -> torch.Tensor:
-        """Apply dropout to x [R, F]. The result has the same shape. In evaluation the result is x.
-
-        Args:
-            x_RF: numbers of any floating type.
-            draw_R: int32 [R], the random seed of each row, from the methods `of_tokens` or `of_changes`, or from the
-                field `TokenBatch.draw_N`. None is allowed in evaluation.
+        """Apply dropout to x [R, F]. `draw_R`, int32 [R], has a random seed for each row, from `of_tokens`,
+        `of_changes` or `TokenBatch.draw_N`. None is allowed in evaluation.
         """
         if not self.training or not self.share:
             return x_RF
         if draw_R is None:
-            raise ValueError("dropout needs a seed for each record; make the batch with `collate`, for an epoch")
+            raise ValueError("dropout needs a seed for each record; make the batch with `collate` and an epoch")
         row_R = _hashed(draw_R + ((self.layer * _LAYER + 2**31) % 2**32 - 2**31))  # The added number fits an int32.
         column_F = torch.arange(x_RF.shape[1], dtype=torch.int32, device=x_RF.device) * _COLUMN
         left_out_RF = _hashed(row_R[:, None] + column_F) < int(self.share * 2**32) - 2**31
@@ -217,7 +204,7 @@ class RecordDropout(nn.Module):
 
 
 def of_tokens(batch: TokenBatch) -> torch.Tensor | None:
-    """Return a dropout seed for each token, int32 [T], from record seed and position; None without `batch.draw_N`."""
+    """Return a dropout seed for each token, int32 [T]; None if `batch.draw_N` is None."""
     if batch.draw_N is None:
         return None
     counts_N = batch.cu_seqlens.diff().long()
@@ -227,9 +214,7 @@ def of_tokens(batch: TokenBatch) -> torch.Tensor | None:
 
 
 def of_changes(batch: TokenBatch) -> torch.Tensor | None:
-    """Return a dropout seed for each changed residue, int32 [M], from the variant's seed and the residue's position;
-    None if `batch.draw_N` is None.
-    """
+    """Return a dropout seed for each changed residue, int32 [M]; None if `batch.draw_N` is None."""
     if batch.draw_N is None:
         return None
     assert batch.changes_4M is not None
@@ -238,7 +223,7 @@ def of_changes(batch: TokenBatch) -> torch.Tensor | None:
 
 
 def _hashed(h: torch.Tensor) -> torch.Tensor:
-    """Hash int32 numbers in place by the function `lowbias32` of Wellons (github.com/skeeto/hash-prospector)."""
+    """Hash int32 numbers in place with `lowbias32` by Wellons (github.com/skeeto/hash-prospector)."""
     for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B - 2**32)):  # factors as int32
         h = h.bitwise_xor_((h >> shift) & (2 ** (32 - shift) - 1)).mul_(factor)
     return h.bitwise_xor_((h >> 16) & 0xFFFF)

@@ -1,8 +1,7 @@
 """Finds or downloads released models and repositories of the Hugging Face hub.
 
-All downloads come from the hub, because the server of fair-esm has no checksums, which would reveal damaged files.
-The functions import huggingface_hub themselves, because the import reads environment variables, and torch, because the
-import is slow.
+All downloads come from the hub, because fair-esm's server has no checksums that would reveal damaged files.
+huggingface_hub is imported inside functions, because the import reads environment variables.
 """
 
 import os
@@ -17,31 +16,30 @@ from esmshard.model.families.family_registry import RELEASED, transformers_confi
 from esmshard.progress import say
 
 ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
-"""Names of the files of a PEFT adapter: the settings, and the matrices in one of two formats."""
+"""The files of a PEFT adapter: the settings, and the matrices in one of two formats."""
 LAYOUTS = tuple(
     f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
 )
-"""Names of weight files, or of the index of several weight files. `esmshard.model.weights.read` tries them in this
-order. A repository without these files may have a file for the authors' code (`authors_weights`).
-"""
+"""The names of weight files and of index files for several weight files. `esmshard.model.weights.read` tries them in
+this order."""
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
 SMALL = (_CONFIG, ADAPTER_CONFIG, *_TOKENIZER, "head.safetensors", "esmshard.json", "README.md")
-"""Names of small files that are downloaded with the weights: settings, tokenizer, task head and model card."""
+"""The small files that are downloaded with the weights: settings, tokenizer, task head and model card."""
 _ANSWER_SECONDS = 10.0
-"""Maximum number of seconds to wait for an answer of the Hugging Face hub."""
+"""The maximum time to wait for an answer from the hub, in seconds."""
 
 
 def is_name(name: str) -> bool:
-    """Return whether `name` is a released model or has the form OWNER/NAME. A relative path may have this form, too."""
+    """Return whether `name` is a released model or has the form OWNER/NAME, like some relative paths."""
     return name in RELEASED or is_hub_name(name)
 
 
 def check(names: Collection[str], to: Path | None = None, overwrite: bool = False) -> None:
-    """Check the model names and output paths of a command before any download. Raises `UsageError` with a list of all
-    unknown names and, without `overwrite`, of all existing outputs.
+    """Check model names, and the output paths `to/NAME`, before any download. Raises `UsageError` with all unknown
+    names and, without `overwrite`, all existing outputs.
     """
-    expected = f"one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub, is expected"
+    expected = f"give one of {', '.join(RELEASED)}, or OWNER/NAME for a repository of the Hugging Face hub"
     problems = [f"{name}: not a released model; {expected}" for name in names if not is_name(name)]
     outputs = [] if to is None else [to / name for name in names]
     if not overwrite:
@@ -54,9 +52,8 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
 
 
 def find(name: str) -> Path | None:
-    """Return the path of a model in the local caches, without using the network; None if there is no complete copy. A
-    released model may be the fair-esm file `NAME.pt` in the cache of `torch.hub`. All other copies are in the cache of
-    the Hugging Face hub.
+    """Return the path of a complete model in the local caches, without using the network; None if there is no such
+    copy. A released model can also be the fair-esm file `NAME.pt` in the cache of `torch.hub`.
     """
     import torch
 
@@ -65,23 +62,21 @@ def find(name: str) -> Path | None:
 
 
 def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
-    """Find a model in the local caches, or download the model from the Hugging Face hub. Return the path of the model's
+    """Find a model in the local caches, or download it from the Hugging Face hub. Return the path of the model's
     directory or of its fair-esm `.pt` file, for `esmshard.model.weights.read`.
 
     Args:
-        name: a name in `RELEASED`, or OWNER/NAME for any repository of the hub.
-        to: a directory. If `to` is given, the model becomes the new directory `to/NAME`, and the caches do not change.
+        name: a name in `RELEASED`, or OWNER/NAME for any repository on the hub.
+        to: a directory in which to write the model as `to/NAME`; by default the model stays in the cache.
         overwrite: whether to replace `to/NAME`.
 
-    Raises:
-        UsageError: the name is unknown or the output exists.
-        InputError: the download failed, the sha256 of a file differs from the sha256 on the hub, or the model's
-            configuration cannot be read.
+    Raises `UsageError` if the name is unknown or the output exists. Raises `InputError` if the download fails, a file's
+    sha256 differs from the sha256 on the hub, or the model's configuration cannot be read.
     """
     check([name], to, overwrite)
     if to is None:
         return find(name) or _download(name)
-    with writing(to / name, "make room, or choose another place"), whole_directory(to / name) as work:
+    with writing(to / name, "free some space, or choose another directory"), whole_directory(to / name) as work:
         if cached := _snapshot(name):
             for file in _wanted(_files(cached)):
                 (work / file).parent.mkdir(parents=True, exist_ok=True)
@@ -89,7 +84,7 @@ def fetch(name: str, to: Path | None = None, overwrite: bool = False) -> Path:
         else:
             _download(name, work)
             shutil.rmtree(work / ".cache", ignore_errors=True)  # huggingface_hub makes this directory.
-    say(f"{name}: in {to / name}")
+    say(f"{name}: saved in {to / name}")
     return to / name
 
 
@@ -98,8 +93,8 @@ def _repository(name: str) -> str:
 
 
 def authors_weights(files: Collection[str]) -> str | None:
-    """Return the weight file `data/weights/NAME.pth` of the language model from the file names of a repository; None if
-    there is no such file, or several. ESM3's encoders and decoders of structures and functions do not count.
+    """Choose the language model's file `data/weights/NAME.pth` from the file names of a repository; None if there is no
+    such file, or several. ESM3's encoders and decoders do not count.
     """
     pattern = re.compile(r"data/weights/(?!\w*(?:encoder|decoder))[^/]+\.pth")
     models = [file for file in files if pattern.fullmatch(file)]
@@ -107,8 +102,8 @@ def authors_weights(files: Collection[str]) -> str | None:
 
 
 def _wanted(files: Collection[str]) -> list[str]:
-    """Choose the files of a model from the file names of a repository, the weights last. Choose pickle files only if
-    there is no safetensors file. The list is empty if weights, a shard or the configuration are missing.
+    """Choose a model's files from the file names of a repository, the weights last. Pickle files are chosen only if
+    there is no safetensors file. The list is empty if the configuration or a weight file is missing.
     """
     adapter = next((file for file in ADAPTERS if ADAPTER_CONFIG in files and file in files), None)
     layout = next((file for file in LAYOUTS if file in files), adapter or authors_weights(files))
@@ -141,7 +136,7 @@ def _snapshot(name: str) -> Path | None:
 
 
 def _download(name: str, directory: Path | None = None) -> Path:
-    """Download the files of a model to a directory, or to the hub's cache, and check the sha256 of large files."""
+    """Download a model's files to a directory or to the hub's cache, and check the sha256 of large files."""
     from huggingface_hub import HfApi, constants, hf_hub_download
 
     address = f"{constants.ENDPOINT}/{_repository(name)}"
@@ -151,12 +146,12 @@ def _download(name: str, directory: Path | None = None) -> Path:
         announced = {sibling.rfilename: sibling for sibling in info.siblings or []}
         files = _wanted(announced)
         if not files:
-            raise InputError(f"{name}: {address} holds no complete model in a known format; {by_hand}")
+            raise InputError(f"{name}: {address} has no complete model in a known format; {by_hand}")
         say(f"{name}: downloading {size_text(sum(announced[file].size or 0 for file in files))} from {address}")
         paths = []
-        for file in files:  # `snapshot_download` uses threads, and Ctrl-C would wait until they have downloaded all.
+        for file in files:  # With `snapshot_download`, Ctrl-C would wait until its threads have downloaded all files.
             paths.append(Path(hf_hub_download(_repository(name), file, local_dir=directory)))
-            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # The configuration is checked first.
+            if file == _CONFIG and name not in RELEASED and files[-1] in LAYOUTS:  # Check this before large downloads.
                 try:
                     transformers_config(read_json(paths[-1]))
                 except ValueError as error:
@@ -174,14 +169,14 @@ def _download(name: str, directory: Path | None = None) -> Path:
             path.resolve().unlink()
             path.unlink(missing_ok=True)
             raise InputError(
-                f"{name}: {file} from {constants.ENDPOINT} has another sha256 than announced and was deleted; try "
-                f"again, and if the error stays look for a proxy that alters files, or {by_hand}"
+                f"{name}: {file} from {constants.ENDPOINT} has a wrong sha256 and was deleted; try again, and if this "
+                f"fails look for a proxy that changes files, or {by_hand}"
             )
     return paths[-1].parents[len(Path(files[-1]).parts) - 1]
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the message of an error's first cause. huggingface_hub's own message says too little."""
+    """Return the first line of the message of the error's first cause, which says more than huggingface_hub's error."""
     while error.__cause__:
         error = error.__cause__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

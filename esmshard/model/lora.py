@@ -1,14 +1,13 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685): adds trained low-rank matrices to frozen matrices of the trunk's layers.
+"""Implements LoRA (Hu et al. 2021, arXiv:2106.09685): adds trained low-rank matrices to the trunk's frozen matrices.
 
-    y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank], ' transposes
+    y = x W' + bias + alpha / rank * (x A') B'        A [rank, in], B [out, rank], ' means transposed
 
-B starts at zero, so at first the outputs equal the outputs of the base model. A and B are parameters inside the linear
-layer, such as `layers.N.self_attn.q_proj.lora_A.weight`. So sharding, checkpoints and compilation of a block include A
-and B. The names of A and B are PEFT's names without prefixes (`esmshard.model.adapters`).
+B starts at zero, so the initial outputs equal the outputs of the base model. A and B are parameters inside the linear
+layer, such as `layers.N.self_attn.q_proj.lora_A.weight`, so sharding, checkpoints and compilation include them.
 
 The frozen matrix W may be quantised ("packed") to 4 or 8 bits for each number (QLoRA, Dettmers et al. 2023,
-arXiv:2305.14314). Packed matrices are buffers, which FSDP does not divide. For each product, forward and backward,
-bitsandbytes unpacks the matrix to the precision of the arithmetic. The unpacked matrix is not kept.
+arXiv:2305.14314). Packed matrices are buffers, which FSDP does not divide. bitsandbytes unpacks the matrix for each
+product, forward and backward, so the unpacked matrix does not stay in memory.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -27,7 +26,7 @@ NF4_BLOCK = 64
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a LoRA. Weight (or packed matrix) and bias are taken from the linear layer `base`."""
+    """A linear layer with a LoRA, and with the weight (or packed matrix) and the bias of the linear layer `base`."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         packed = packed_of(base)
@@ -50,11 +49,8 @@ class LoraLinear(nn.Linear):
 def add_lora(
     layers: nn.ModuleList, matrices: Sequence[Matrix], rank: int, alpha: float, targets: Collection[str]
 ) -> dict[str, torch.Size]:
-    """Add a LoRA, in place, to those linear layers of each block whose `Matrix.target` is in `targets`.
-
-    Returns:
-        The shapes of the new matrices, by their names in the trunk. The matrices have no initial values yet. The
-        function `esmshard.model.weights.drawn` makes these values.
+    """Add a LoRA, in place, to each linear layer whose `Matrix.target` is in `targets`. Return the shapes of the new
+    matrices by their names in the trunk. `esmshard.model.weights.drawn` makes their initial values.
     """
     added: dict[str, torch.Size] = {}
     for n, layer in enumerate(layers):
@@ -69,9 +65,7 @@ def add_lora(
 
 
 def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torch.Tensor:
-    """Return the weight matrix W named `name` with its LoRA: W + scale * B A, in fp32. If `tensors` has no LoRA for the
-    matrix, return W unchanged.
-    """
+    """Return W + scale * B A, in fp32, for the weight matrix W named `name`; W if `tensors` has no LoRA for W."""
     a, b = lora_names(name)
     if a not in tensors:
         return tensors[name]
@@ -79,7 +73,7 @@ def merged(name: str, tensors: Mapping[str, torch.Tensor], scale: float) -> torc
 
 
 def lora_names(name: str) -> tuple[str, str]:
-    """Return the names of the LoRA matrices A and B that belong to the weight matrix `name`.
+    """Return the names of the LoRA matrices A and B for the weight matrix `name`.
 
     >>> lora_names("layers.0.fc1.weight")
     ('layers.0.fc1.lora_A.weight', 'layers.0.fc1.lora_B.weight')
@@ -108,19 +102,19 @@ class PackedMatrix(nn.Module):
         self.register_buffer("scales", scales)
 
     def pack(self, weight_OI: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Quantise a matrix on the device of this module. Return `values` and `scales` on the device of the matrix."""
+        """Quantise a matrix on this module's device. Return `values` and `scales` on the matrix's device."""
         from bitsandbytes import functional
 
         device = self.values.device
         if self.kind == "nf4":
             values, state = functional.quantize_4bit(weight_OI.float().to(device), None, None, NF4_BLOCK, False, "nf4")
             scales = state.absmax
-        else:  # The kernel accepts fp16 only, which is more precise than the result.
+        else:  # The kernel accepts only fp16, which is more precise than the result.
             values, scales, _ = functional.int8_vectorwise_quant(weight_OI.half().to(device))
         return {"values": values.view(self.values.shape).to(weight_OI.device), "scales": scales.to(weight_OI.device)}
 
     def matrix(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the unpacked matrix [out, in] in this dtype, in new memory."""
+        """Unpack the matrix [out, in] into new memory."""
         from bitsandbytes import functional
 
         if self.kind == "int8":
@@ -135,7 +129,7 @@ class PackedMatrix(nn.Module):
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a packed matrix. Its `weight` is None, and `bias` is the parameter of the layer `base`."""
+    """A linear layer with a packed matrix. The `weight` is None, and the `bias` belongs to the layer `base`."""
 
     def __init__(self, base: nn.Linear, kind: Quantization) -> None:
         super().__init__(base.in_features, base.out_features, device="meta")
@@ -157,18 +151,18 @@ def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantizati
 
 
 def packed_of(linear: nn.Module) -> PackedMatrix | None:
-    """Return the packed matrix of a linear layer, which may have a LoRA; None if the matrix is not packed."""
+    """Return the packed matrix of a linear layer; None if the matrix is not packed."""
     return getattr(linear, "packed", None)
 
 
 def frozen_product(x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
-    """Return x times W transposed, plus bias, [T, O], for a packed matrix W [O, I]. The bias may have a gradient."""
+    """Return x W' + bias, [T, O], for a packed matrix W [O, I]. The bias may have a gradient."""
     y_TO: torch.Tensor = _FrozenProduct.apply(x_TI, bias_O, packed)  # type: ignore[no-untyped-call]
     return y_TO
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """The product with a packed matrix. Neither the unpacked matrix nor the input is kept for the backward pass."""
+    """Multiplies by a packed matrix. Saves neither the unpacked matrix nor the input for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
@@ -187,7 +181,7 @@ class _FrozenProduct(torch.autograd.Function):
 
 
 def check_quantization(device: torch.device) -> None:
-    """Raise `UsageError` if quantised matrices cannot be used: not on a CUDA GPU, or without bitsandbytes."""
+    """Raise `UsageError` if the device is no CUDA GPU or bitsandbytes is missing."""
     if device.type != "cuda":
         raise UsageError(
             f"model.quantize: is for NVIDIA GPUs, and this run is on {device.type}; pass model.quantize=null, or run "

@@ -1,7 +1,4 @@
-"""Defines `Trunk`, the base class of all models: an embedding, blocks over packed sequences, and an LM head.
-
-`esmshard.batch` explains the letters of tensor names.
-"""
+"""Defines `Trunk`, the base class of all models. `esmshard.batch` explains the letters of tensor names."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +16,11 @@ from esmshard.vocab import SEPARATOR, TOKENS, Chains
 
 GLYCINE = TOKENS.index("G")
 ABSENT = -1e4
-"""The logit of a token that a model lacks. The number is finite, but its softmax is zero in every precision."""
+"""The logit of a token that a model lacks. It is finite, but its softmax is zero in every precision."""
 
 
 class ContactRegression(nn.Module):
-    """The contact regression: one weight for each attention head of every layer. Names are as in fair-esm."""
+    """The parameters of the contact regression, with fair-esm's names: a weight for each attention head, and a bias."""
 
     def __init__(self, n_maps: int) -> None:
         super().__init__()
@@ -31,49 +28,49 @@ class ContactRegression(nn.Module):
 
 
 def embedding(rows: int, dim: int, padding_idx: int | None = None) -> nn.Embedding:
-    """Make an embedding table. `nn.Embedding` alone would import the compiler on the meta device, which takes 2 s."""
+    """Make an embedding table. Without `_weight`, `nn.Embedding` imports the compiler on the meta device, in 2 s."""
     return nn.Embedding(rows, dim, padding_idx, _weight=torch.empty(rows, dim).uniform_(-1, 1))
 
 
 class TrunkOutput(NamedTuple):
-    """The requested results of one forward pass; None for logits that were not requested. FSDP needs a tuple here."""
+    """The result of a forward pass. FSDP needs a tuple here."""
 
     representations: dict[int, torch.Tensor]
-    """Representations [T, D] by layer. Layer 0 is the embedding. The final norm is applied to the last layer only."""
+    """Representations [T, D] by layer. Layer 0 is the embedding. Only the last layer has the final norm."""
     logits_PV: torch.Tensor | None
 
 
 class Pack:
-    """Selects the tokens of a packed batch that this process computes in the blocks. This class selects all tokens. If
-    several processes divide the tokens, `esmshard.parallel` replaces the object by an object of a subclass.
+    """Selects the tokens that this process computes in the blocks. This class selects all tokens. If several processes
+    divide the tokens, `esmshard.parallel` uses a subclass.
     """
 
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return the rows [R, D] of this rank's tokens from a tensor [T, D] that all ranks have."""
+        """Return the rows [R, D] of this rank's tokens."""
         return x_TD
 
     def all(self, x_RD: torch.Tensor) -> torch.Tensor:
-        """Return the rows [T, D] of all tokens, from the rows [R, D] that each rank has."""
+        """Collect the rows [T, D] of all tokens from the rows [R, D] of each rank."""
         return x_RD
 
     def positions(self, batch: TokenBatch) -> TokenBatch:
-        """Return the batch, but with the positions `position_T` of this rank's tokens only."""
+        """Return the batch with `position_T` of this rank's tokens only."""
         return batch
 
 
 class Trunk(nn.Module, ABC):
-    """A language model with its LM head and its contact regression. Each model family defines a subclass.
+    """A language model with LM head and contact regression. Each model family defines a subclass.
 
-    `esmshard.parallel` needs blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. A model that is made
-    under `torch.device("meta")` takes no memory. The module `esmshard.model.weights` loads the values later.
+    `esmshard.parallel` needs blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. Models are made on
+    the device `meta`, without memory for values. `esmshard.model.weights` loads the values later.
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
-    """For each tensor with two names, the second name, mapped to the name under which files store the tensor."""
+    """For tensors with two names, the second name mapped to the name in files."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
-    """Prefixes of the names of parameters that fine-tuning leaves unchanged, because they hardly affect losses."""
+    """Name prefixes of parameters that fine-tuning leaves unchanged, because they hardly affect losses."""
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """The name of a track, mapped to prefixes of parameters in `never_learns` that learn if batches have this track."""
+    """By track name, name prefixes of parameters in `never_learns` that are trained if batches have this track."""
 
     config: ModelConfig
     embed_tokens: nn.Embedding
@@ -81,23 +78,21 @@ class Trunk(nn.Module, ABC):
     lm_head: nn.Module
     contact_head: ContactRegression
     shared_on: torch.device | None = None
-    """The device on which this process computes while several processes share the model, or while the arithmetic has
-    another precision than the weights. Then only one call of the model may run at a time. None at all other times.
-    """
+    """The device of this process while several processes share the model, or while arithmetic and weights differ in
+    precision; otherwise None. If the device is set, only one call of the model may run at a time."""
     called_through: Callable[..., TrunkOutput] | None = None
-    """A function that turns a call of the trunk into a call of all processes (`esmshard.parallel.shard.shared_calls`).
-    Its arguments are torch's `__call__` and the arguments of the call. None if processes do not share the model.
-    """
+    """A function that makes all processes call the trunk (`esmshard.parallel.shard.shared_calls`). Its arguments are
+    torch's `__call__` and the arguments of the call. None if processes do not share the model."""
     pack = Pack()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the trunk, through the function in the field `called_through` if this field is set."""
+        """Call the trunk, through `called_through` if it is set."""
         call = super().__call__
         return call(*args, **kwargs) if self.called_through is None else self.called_through(call, *args, **kwargs)
 
     @property
     def device(self) -> torch.device:
-        """The device on which the model computes. It differs from the weights' device if weights stay on the CPU."""
+        """The device on which the model computes. The weights may stay on the CPU."""
         return self.shared_on or self.embed_tokens.weight.device
 
     @abstractmethod
@@ -115,7 +110,7 @@ class Trunk(nn.Module, ABC):
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
     def tie_weights(self) -> None:
-        """Make the two names of each tied tensor share one tensor again. torch's `to_empty` separates the names."""
+        """Let both names of a tied tensor refer to one tensor again. torch's `to_empty` separates the names."""
 
     def forward(
         self,
@@ -124,13 +119,13 @@ class Trunk(nn.Module, ABC):
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Run the trunk over a packed batch. Raises `InputError` if a sequence has more tokens than learned positions.
+        """Run the trunk over a packed batch. Raises `InputError` if a sequence is longer than the learned positions.
 
         Args:
-            batch: N sequences, T tokens in all.
-            layers: the layers whose representations to return, from 0 (embedding) to `n_layers`; by default the last.
-                Blocks after the highest of these layers run only if `logits_at` is given or `layers` is empty.
-            logits_at: int64 [P], indices in the pack of the tokens that get LM logits; None for no logits.
+            batch: N sequences with T tokens in total.
+            layers: the layers to return representations for, from 0 (embedding) to `n_layers`; by default the last.
+                Later blocks run only if `logits_at` is given or `layers` is empty.
+            logits_at: int64 [P], indices of the tokens that get LM logits; None for no logits.
             on_attention: see `esmshard.model.attention.OnAttention`.
         """
         wanted = {self.config.n_layers} if layers is None else set(layers)
@@ -157,13 +152,13 @@ class Trunk(nn.Module, ABC):
         return TrunkOutput(representations, logits_PV)
 
     def compile_layers(self, backend: str = "inductor") -> None:
-        """Compile each block in place, once for batches of any size. Parameter names do not change."""
+        """Compile each block in place, for batches of any size. Parameter names do not change."""
         for block in self.layers:
             block.compile(dynamic=True, backend=backend)
 
 
 def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
-    """Return the batch that the embedding reads. The `SEPARATOR` tokens between chains become glycines, or stay with
+    """Return the batch for the embedding. The `SEPARATOR` tokens between chains become glycines, except with
     `linker:break`. Each linker adds `chains.gap` to all later positions. Heads and losses read the original batch.
     """
     if not batch.linked_N:
@@ -173,7 +168,7 @@ def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
     if chains.linker != "break":
         tokens_T = tokens_T.masked_fill(between_T, GLYCINE)
     if chains.gap:
-        # Count the linkers before each token in the pack, and subtract the linkers of earlier sequences.
+        # The linkers before each token in the pack, minus the linkers in earlier sequences.
         ends_T = F.pad(between_T[:-1] & ~between_T[1:], (1, 0)).long().cumsum(0)
         before_N = ends_T[batch.cu_seqlens[:-1].long()]
         lengths_N = batch.cu_seqlens.diff().long()

@@ -1,4 +1,4 @@
-"""Opens weight files without running any code in the files. Error messages say what is wrong with a file."""
+"""Opens weight files without running code in them."""
 
 import argparse
 import re
@@ -15,13 +15,13 @@ from esmshard.errors import InputError
 from esmshard.io import paths as files
 
 ALL = slice(None)
-REPLACED = "copy or download it again; a git-LFS pointer needs `git lfs pull`, and a web page a new download"
-"""The advice in messages about unreadable weight files."""
+REPLACED = "copy or download the file again (with `git lfs pull` in a git repository)"
+"""The advice in messages about unreadable files."""
 
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Reads a tensor, or only some rows of the tensor, so memory need not hold a second copy of a model."""
+    """Reads a tensor or some of its rows, so memory need not have a second copy of a model."""
 
     shape: torch.Size
     """The shape of the whole tensor."""
@@ -29,11 +29,11 @@ class WeightReader:
     """The function that reads a slice of the tensor's rows."""
 
     def __call__(self, rows: slice = ALL) -> torch.Tensor:
-        """Read and return the whole tensor, or only the rows in the slice `rows`."""
+        """Read some rows of the tensor, by default all."""
         return self.rows(rows)
 
     def part(self, part: slice) -> "WeightReader":
-        """Return a reader of only the rows in `part`, for a file that joins several tensors in one tensor."""
+        """Return a reader for only the rows in `part`. Some files join several tensors in one tensor."""
         if part == ALL:
             return self
         part_rows = range(self.shape[0])[part]
@@ -46,7 +46,7 @@ class WeightReader:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a model directory. Raises `InputError` if the file is missing or is not JSON."""
+    """Read a JSON file in a model directory. Raises `InputError` if the file is missing or is not JSON."""
     try:
         return files.read_json(path)
     except FileNotFoundError:
@@ -56,7 +56,7 @@ def read_json(path: Path) -> Any:
 
 
 def read_safetensors(path: Path) -> dict[str, WeightReader]:
-    """Return a reader for each tensor of a safetensors file, by key. This call reads only the header of the file."""
+    """Return a reader for each tensor in a safetensors file, by key. This call reads only the file's header."""
 
     def rows(key: str, rows: slice) -> torch.Tensor:
         with safe_open(path, framework="pt") as file:
@@ -72,7 +72,9 @@ def read_safetensors(path: Path) -> dict[str, WeightReader]:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """Read the dictionary in a torch file without running code. Raises `InputError` for code or an unreadable file."""
+    """Read the dictionary in a torch file without running code. Raises `InputError` if the file contains code or cannot
+    be read.
+    """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
             try:
@@ -83,23 +85,23 @@ def read_pickle(path: Path) -> dict[str, Any]:
         code = re.search(r"unsupported (?:global: )?GLOBAL ([\w.]+)", str(error), re.IGNORECASE)
         if code:
             raise InputError(
-                f"{path}: holds code ({code[1]}), and none of it was run; weights are tensors only, so get the model "
-                "from its publisher, best as safetensors"
+                f"{path}: contains code ({code[1]}), which was not run; get the model from its publisher, if possible "
+                "as safetensors"
             ) from None
-        # The message omits torch's text, because this text advises to load files that contain code.
+        # torch's own message is left out, because it advises to load files that contain code.
         raise InputError(f"{path}: cannot be read as torch weights ({type(error).__name__}); {REPLACED}") from None
     if not isinstance(data, dict):
-        raise InputError(f"{path}: holds a {type(data).__name__}, not a dictionary of weights")
+        raise InputError(f"{path}: contains a {type(data).__name__}, not a dictionary of weights")
     return data
 
 
 def read_tensors(path: Path) -> dict[str, WeightReader]:
-    """Return a reader for each tensor of a safetensors file or of a torch file, by key."""
+    """Return a reader for each tensor in a safetensors or torch file, by key."""
     return read_safetensors(path) if path.suffix == ".safetensors" else tensors(read_pickle(path))
 
 
 def tensors(state: Mapping[str, Any]) -> dict[str, WeightReader]:
-    """Return a reader for each tensor of a dictionary in memory, by key."""
+    """Return a reader for each tensor in a dictionary, by key."""
     return {
         str(k): WeightReader(v.shape, v.detach().__getitem__) for k, v in state.items() if isinstance(v, torch.Tensor)
     }

@@ -1,8 +1,6 @@
-"""Reads weights from files, directories or the Hugging Face hub, or makes random weights. Builds models with weights.
-Computes the identity of a model, which `esmshard.json` and checkpoints store.
+"""Reads weights from files, directories or the Hugging Face hub, or makes random weights, and builds models with them.
 
-The class `Weights` reads one tensor at a time by name, so memory never holds a second copy of a model. Each key
-of a file must belong to a tensor of the model's family (`esmshard.model.families`).
+This module also computes the identity of a model, which `esmshard.json` and checkpoints store.
 """
 
 import hashlib
@@ -35,87 +33,87 @@ from esmshard.progress import say
 from esmshard.vocab import Chains
 
 ABOUT = "esmshard.json"
-"""The file that esmshard writes next to weights. It has the sha256 of the weights, and the recipe of the run."""
+"""The file next to weights in which esmshard records their sha256 and the recipe of the run."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The tensors of one model. Each tensor is read from disk only when this tensor is used."""
+    """The tensors of one model. A tensor is read from disk when it is used, so memory has no second copy of a model."""
 
     config: ModelConfig
     source: str
-    """Where the weights come from, for messages: a path, or the words `fresh weights, seed N`."""
+    """The origin of the weights in messages: a path, or `fresh weights, seed N`."""
     read: Mapping[str, WeightReader]
-    """The reader of each tensor, by esmshard's name. The tensors of a fine-tuned task head have names `head.*`."""
+    """The reader of each tensor, by esmshard's name. The tensors of a fine-tuned task head are named `head.*`."""
     absent: tuple[str, ...] = ()
-    """The parts `lm_head` and `contact_head`, if the files lack them. The values of a missing part are random."""
+    """The model parts (`lm_head`, `contact_head`) that the files lack. Their values are random."""
     notices: tuple[str, ...] = ()
-    """Sentences about parts of the files that are ignored, such as the head `classifier` of `transformers`."""
+    """Sentences about ignored parts of the files, such as the `classifier` of `transformers`."""
     files: tuple[Path, ...] = ()
-    """The weight files, for the functions `identity` and `altered`; empty for new random weights."""
+    """The weight files; empty for new random weights."""
     seed: int | None = None
     """The random seed of new weights; None for weights from files."""
     made: str = ""
-    """For an adapter, a hash of what the weight files lack: the LoRA scales, and the seed of a random base model."""
+    """For an adapter, a hash of the LoRA scales and of the random base model's seed, which the weight files lack."""
 
     @property
     def unlearned(self) -> tuple[str, ...]:
-        """The parts `lm_head` and `contact_head` if their values are random. Most tasks do not train these parts."""
+        """The model parts (`lm_head`, `contact_head`) whose values are random."""
         return self.absent if self.seed is None else ("lm_head", "contact_head")
 
     def lacking(self, *parts: str) -> list[str]:
-        """Return a sentence for each part of the model that is in `parts` (the needed parts) but not in the files."""
+        """Return a warning for each of these model parts that the files lack."""
         return [f"{self.source}: has no {part}; its output is random" for part in self.absent if part in parts]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.rows(name, ALL)
 
     def rows(self, name: str, rows: slice) -> torch.Tensor:
-        """Return the rows `rows` of the tensor `name`. Raises `InputError` if a value in them is not finite."""
+        """Read rows of the tensor `name`. Raises `InputError` if a value is not finite."""
         tensor = self.read[tied(self.config).get(name, name)](rows)
         if not torch.isfinite(tensor).all():
             raise InputError(
-                f"{self.source}: {name} holds a value that is not finite; the run that made it diverged, or the file "
-                "is damaged: take an earlier checkpoint, or copy or download it again"
+                f"{self.source}: {name} holds a value that is not finite; if the training diverged use an earlier "
+                "checkpoint, and otherwise copy or download the file again"
             )
         return tensor
 
     @property
     def head(self) -> dict[str, WeightReader]:
-        """The readers of the task head's tensors, by name without the prefix `head.`; empty without a task head."""
+        """The readers of the task head's tensors, by name without `head.`; empty without a task head."""
         return {name.removeprefix("head."): reader for name, reader in self.read.items() if name.startswith("head.")}
 
     def head_state(self) -> dict[str, torch.Tensor]:
-        """Read the tensors of the task head, by name. Raises `InputError` if a value is not finite."""
+        """Read the task head's tensors, by name. Raises `InputError` if a value is not finite."""
         return {name: self[f"head.{name}"] for name in self.head}
 
 
-@lru_cache(maxsize=8)  # A call takes tenths of a second for a large model, and the same model is opened many times.
+@lru_cache(maxsize=8)  # A call takes tenths of a second for a large model.
 def shapes(config: ModelConfig) -> Mapping[str, torch.Size]:
-    """Return the shapes of all parameters and buffers of a model, by name, without memory for their values."""
+    """Return the shapes of a model's parameters and buffers, by name, without memory for their values."""
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in family_registry.build(config).state_dict().items()}
 
 
 def tied(config: ModelConfig) -> Mapping[str, str]:
-    """Return `Trunk.tied`: for each tensor with two names, the second name mapped to the name that files use."""
+    """Return the dictionary `Trunk.tied` of a model."""
     return family_registry.family_of(config).trunk.tied
 
 
 def stored_shapes(config: ModelConfig) -> dict[str, torch.Size]:
-    """Return the shapes of the tensors in files and checkpoints, by name. A tensor with two names is stored once."""
+    """Return the shapes of the tensors in files and checkpoints, by name. A tensor with two names is listed once."""
     return {name: shape for name, shape in shapes(config).items() if name not in tied(config)}
 
 
 def fresh(config: ModelConfig, seed: int) -> Weights:
-    """Make new random weights, with the distributions of `Family.initial`. The values of a tensor depend only on the
-    seed and the tensor's name and shape, so each rank can compute its own rows.
+    """Make new random weights with `Family.initial`. A tensor's values depend only on the seed and on the tensor's name
+    and shape, so each rank can make its own rows.
     """
     return Weights(config, f"fresh weights, seed {seed}", drawn(config, shapes(config), seed), seed=seed)
 
 
 def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, WeightReader]:
-    """Return readers of random tensors with the shapes `wanted`. LoRA A is Kaiming-uniform, and B is 0, as in PEFT."""
+    """Return readers of random tensors with these shapes. LoRA A is Kaiming-uniform, and LoRA B is 0, as in PEFT."""
 
     @lru_cache(maxsize=1)  # Successive calls read rows of the same tensor.
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
@@ -135,8 +133,8 @@ def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> d
 
 
 def place(model: str | Path) -> Path:
-    """Return the local path of a model: its directory in the package (`SHIPPED`), the directory `model` of a run, the
-    copy of a model from a cloud bucket, or simply `model`, if `model` is the path of a model.
+    """Return the local path of a model. For a run, it is the directory RUN/model; for a small model of the package
+    (`SHIPPED`), its directory; for an address in a cloud bucket, a local copy; and otherwise the path `model`.
     """
     path = _copy_of(url) if (url := remote.address(model)) is not None else Path(model).expanduser()
     if str(model) in SHIPPED and not path.exists():
@@ -147,22 +145,22 @@ def place(model: str | Path) -> Path:
 
 @cache
 def _copy_of(url: str) -> Path:
-    """Copy a model from a cloud bucket, and return the path of the copy. Of a run, copy only the directory `model`."""
+    """Copy a model from a cloud bucket. Of a run, copy only the directory `model`."""
     model_of_run = f"{url}/model"
     is_run = not remote.exists(f"{url}/config.json") and remote.exists(f"{model_of_run}/config.json")
     return remote.local(model_of_run if is_run else url)
 
 
 def directory(model: str | Path) -> Path:
-    """Return the local path of a model from `place`. If this path does not exist and `model` is a name on the hub,
-    return the path of a copy in the cache, after a download if necessary. Raises `InputError` if the download fails.
+    """Return the local path of a model, after a download from the hub if necessary. Raises `InputError` if the download
+    fails.
     """
     path = place(model)
     return hub.fetch(str(model)) if not path.exists() and hub.is_name(str(model)) else path
 
 
 def is_far(model: str) -> bool:
-    """Return whether the function `read` would use the network for this model. `is_far` itself uses no network."""
+    """Return whether `read` would use the network for this model."""
     if remote.address(model) is not None:
         return True
     return hub.is_name(model) and not place(model).exists() and hub.find(model) is None
@@ -171,10 +169,9 @@ def is_far(model: str) -> bool:
 def read(model: str) -> Weights:
     """Open the weights of a model. Raises `InputError` if the model cannot be read.
 
-    Args:
-        model: the path of a file for the authors' code, of a directory in `transformers`' layout, of a run, or of an
-            adapter. Or the name of a released model, OWNER/NAME on the Hugging Face hub, `starter` or `demo`. Or the
-            address of a file or directory in a bucket. See docs/models.md.
+    `model` is one of the following (see docs/models.md): the path of a file for the authors' code, a directory in
+    `transformers`' layout, a run or an adapter; the name of a released model, OWNER/NAME on the Hugging Face hub,
+    `starter` or `demo`; an address in a cloud bucket.
     """
     path = place(model)
     if path.is_dir():
@@ -187,14 +184,14 @@ def read(model: str) -> Weights:
         if name is None:
             return fetched
         if fetched.config != SIZES[name]:
-            raise InputError(f"{fetched.source}: its sizes are not those of {name}; download it again")
-        return replace(fetched, config=SIZES[name])  # Released files do not contain the window.
+            raise InputError(f"{fetched.source}: the sizes differ from {name}; download the model again")
+        return replace(fetched, config=SIZES[name])  # Released files lack the window.
     if model in SIZES:
-        raise InputError(f"{model}: a size without trained weights; give a trained model's path, or init: random")
+        raise InputError(f"{model}: has no trained weights; give the path of a trained model, or init: random")
     nearest = ", ".join(get_close_matches(model, SIZES, n=5, cutoff=0.0))
     raise InputError(
-        f"{model}: no such file or directory, no OWNER/NAME on the Hugging Face hub, and no name of a model (the "
-        f"nearest are {nearest}); `esmshard finetune` writes the model of a run to OUT/model"
+        f"{model}: no such file or directory, and not the name of a model; give a path, OWNER/NAME on the Hugging Face "
+        f"hub, or a name such as {nearest}"
     )
 
 
@@ -209,30 +206,30 @@ def _read_directory(path: Path) -> Weights:
     if not _has_config(path) and (is_run or re.fullmatch(r"step_\d+", path.name)):
         out = (path if is_run else path.absolute().parents[1]) / "model"
         command = shlex.join(["esmshard", "consolidate", str(path), "-o", str(out)])
-        raise InputError(f"{path}: holds no model yet; make a model of it with `{command}`, and give {out}")
+        raise InputError(f"{path}: has no model yet; run `{command}`, and give {out}")
     published = path / "data" / "weights"
     if published.is_dir() and (not _has_config(path) or weight_reader.read_json(path / "config.json") == {}):
-        # The directory has an ESM3 model, or an ESM-C model in the layout of 2024-12.
+        # ESM3, or ESM-C in the layout of 2024-12.
         file = hub.authors_weights([f"data/weights/{file.name}" for file in published.iterdir()])
         if file is None:
-            raise InputError(f"{published}: holds no or several language models; give the path of a .pth file")
+            raise InputError(f"{published}: has no language model, or several; give the path of a .pth file")
         return _read_file(path / file)
     return _read_transformers(path)
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Return the paths of the weight files in a model directory: pickle files only if there is no safetensors file."""
+    """Return the weight files in a model directory. Pickle files are used only if there is no safetensors file."""
     for file in (path / name for name in hub.LAYOUTS):
         if file.is_file() and file.name.endswith(".index.json"):
             with reading(f"{file}", "copy or download the model again"):
                 return sorted({path / Path(shard).name for shard in read_json(file)["weight_map"].values()})
         if file.is_file():
             return [file]
-    raise InputError(f"{path}: holds no model.safetensors and no pytorch_model.bin; it is not a complete model")
+    raise InputError(f"{path}: not a complete model, because it has no model.safetensors and no pytorch_model.bin")
 
 
 def _read_transformers(path: Path, single: Path | None = None) -> Weights:
-    """Open the weights of a directory in `transformers`' layout, or only the file `single` of this directory."""
+    """Open the weights in a directory in `transformers`' layout, or only the file `single` in this directory."""
     try:
         config = family_registry.transformers_config(weight_reader.read_json(path / "config.json"))
     except ValueError as error:
@@ -242,19 +239,19 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
     readers = {key: reader for file in files for key, reader in weight_reader.read_tensors(file).items()}
     used = {key: reader for key, reader in readers.items() if not key.startswith("classifier.")}
     has_classifier = len(used) < len(readers)
-    notices = (f"{source}: its classifier belongs to another task and is ignored",) if has_classifier else ()
+    notices = (f"{source}: the classifier belongs to another task and is ignored",) if has_classifier else ()
     tensors = family_registry.family_of(config).tensors(used, config)
     return _complete(Opened(config, tensors, tuple(files)), source, notices)
 
 
 def _read_file(path: Path) -> Weights:
-    """Open one weight file: a file of a directory in `transformers`' layout, or a file for any authors' code."""
+    """Open one weight file, for any authors' code or from a directory in `transformers`' layout."""
     if path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent)):
         return _read_transformers(path.parent, path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
         raise InputError(
-            f"{path}: not a model; expected a fair-esm .pt file, a .safetensors file with its config.json beside it, "
-            "or a directory in transformers' layout"
+            f"{path}: not a model; give a fair-esm .pt file, a .safetensors file with config.json in the same "
+            "directory, or a directory in transformers' layout"
         )
     try:
         opened = family_registry.read_pickle(weight_reader.read_pickle(path), path)
@@ -264,14 +261,16 @@ def _read_file(path: Path) -> Weights:
         raise InputError(f"{path}: not a model that can be read: {error}") from None
     if opened is None:
         raise InputError(
-            f"{path}: not a model file of any authors' code; a state dict has no sizes: load it into its class of "
-            "transformers, and give the directory that save_pretrained writes"
+            f"{path}: not a model file of any authors' code; if this is a state dict, load it into its transformers "
+            "class, and give the directory that save_pretrained writes"
         )
     return _complete(opened, str(path))
 
 
 def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Weights:
-    """Check names and shapes of all tensors except `head.*`. A missing LM head or contact regression is random."""
+    """Check the names and shapes of all tensors except `head.*`. Make random values for a missing LM head or contact
+    regression.
+    """
     config, readers, files = opened
     for name, first in tied(config).items():
         second, shared = readers.pop(name, None), readers.get(first)
@@ -286,25 +285,27 @@ def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Wei
     parts = ("lm_head", "contact_head")
     absent = tuple(part for part in parts if not any(name.startswith(f"{part}.") for name in readers))
     if needed := [name for name in missing if not is_computed(name) and name.split(".")[0] not in absent]:
-        raise InputError(f"{source}: {some(needed)} are missing; the file is not a complete model")
+        raise InputError(f"{source}: {some(needed)} are missing; copy or download the complete model again")
     for name, size in wanted.items():
         if name in readers and readers[name].shape != size:
-            raise InputError(f"{source}: {name} is {list(readers[name].shape)}, {list(size)} was expected")
+            raise InputError(
+                f"{source}: {name} is {list(readers[name].shape)} and must be {list(size)}; check config.json"
+            )
     tensors = readers | drawn(config, {name: wanted[name] for name in missing}, seed=0)
     return Weights(config, source, tensors, absent, notices, files)
 
 
 def some(names: Sequence[str]) -> str:
-    """Return a text for messages with the first three names and the number of all further tensors."""
+    """List the first three tensor names, and count the others."""
     more = len(names) - 3
     return ", ".join(names[:3]) + (f" and {more} more tensor{'s' if more > 1 else ''}" if more > 0 else "")
 
 
 def _read_adapter(path: Path) -> Weights:
-    """Open an adapter: return the weights of the base model, changed by the adapter's tensors.
+    """Return the weights of an adapter's base model with the adapter's tensors.
 
-    `adapter_config.json` has the name of the base model. If the name is a path, this path is relative to the working
-    directory, as for PEFT, or to the adapter. If `esmshard.json` has the sha256 of the base model, it is checked.
+    `adapter_config.json` names the base model. A path is relative to the working directory, as in PEFT, or to the
+    adapter. If `esmshard.json` has the sha256 of the base model, it is checked.
     """
     settings = adapters.read_settings(path)
     about = weight_reader.read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
@@ -316,13 +317,13 @@ def _read_adapter(path: Path) -> Weights:
     if config is not None and seed is not None:
         base = fresh(config, seed)
     else:
-        fix = f"put the base there, or write its place as base_model_name_or_path into {path / hub.ADAPTER_CONFIG}"
+        fix = f"write the path of the base model as base_model_name_or_path into {path / hub.ADAPTER_CONFIG}"
         places = (found_place(name, path), name, str(path / name))
         base_name = next((text for text in places if place(text).exists()), family_registry.released_name(name) or name)
         if not place(base_name).exists() and not hub.is_name(base_name):
-            raise InputError(f"{path}: adapts {name}, which does not exist; {fix}")
+            raise InputError(f"{path}: the base model {name} does not exist; {fix}")
         if directory(base_name).resolve() == path.resolve():
-            raise InputError(f"{path}: is named as its own base model; {fix}")
+            raise InputError(f"{path}: the adapter is its own base model; {fix}")
         base = read(base_name)
         if recorded:
             check(identity(base, name), recorded, str(path), fix)
@@ -331,8 +332,7 @@ def _read_adapter(path: Path) -> Weights:
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
     """Return the weights for a model that joins chains with the settings `chains`. None keeps the model's settings.
-
-    Raises `UsageError` if the model cannot join chains like this. The message begins with `where`, the option or key.
+    Raises `UsageError` if the model does not support `chains`. `where` is the option or recipe key.
     """
     if chains is None:
         return weights
@@ -343,7 +343,7 @@ def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
 
 
 def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Build a model with these weights on one device. Only `load_model` warns about missing parts of the model."""
+    """Build a model with these weights on one device. Unlike `load_model`, do not warn about missing parts."""
     with torch.device("meta"):
         trunk = family_registry.build(weights.config)
     trunk.to(dtype).to_empty(device=device)
@@ -355,8 +355,8 @@ def build(weights: Weights, device: torch.device, dtype: torch.dtype = torch.flo
 
 
 def load_model(model: str, device: torch.device | None = None, dtype: torch.dtype = torch.float32) -> Trunk:
-    """Load a language model on one device, in evaluation mode. Warns about a missing LM head or contact regression
-    (random outputs), about ignored parts of files, and about a weight file whose sha256 differs from `esmshard.json`.
+    """Load a language model on one device, in evaluation mode. Warns if a part is missing and its output random, if a
+    part of a file is ignored, and if a weight file's sha256 differs from `esmshard.json`.
 
     Args:
         model: see `read`.
@@ -371,39 +371,39 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
 
 
 def record(digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entries about weight files in `esmshard.json`, from the sha256 of each file in order of writing."""
+    """Return the entries for `esmshard.json` about weight files, from the sha256 of each file in writing order."""
     joint_digest = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
     return {"weights_sha256": joint_digest, "files": dict(digests)}
 
 
 def altered(files: Sequence[Path]) -> str | None:
     """Return a sentence about the first weight file whose sha256 differs from `esmshard.json`; None if no file differs.
-    Files without `esmshard.json` in their directory, such as files of released models, are not checked.
+    Directories without `esmshard.json`, such as released models, are not checked.
     """
     for folder, about in _records(files):
         recorded = about.get("files", {})
         for file in files if recorded else ():
             if file.parent == folder and recorded.get(file.name) != remembered_sha256(file):
                 return (
-                    f"{file}: is not the file that {folder / ABOUT} records (its sha256 is another), and the model may "
-                    "have other outputs; copy it again, or consolidate the run again"
+                    f"{file}: is not the file that {folder / ABOUT} records, because its sha256 differs; copy the "
+                    "file again, or consolidate the run again"
                 )
     return None
 
 
 def report_altered(files: Sequence[Path]) -> None:
-    """Print to stderr the sentence that the function `altered` returns for a weight file that has changed."""
+    """Print the sentence from `altered`, if there is a sentence, to stderr."""
     if sentence := altered(files):
         say(sentence)
 
 
 def record_of(files: Sequence[Path]) -> dict[str, Any]:
-    """Return the content of `esmshard.json` next to the weight files of a fine-tuned model; empty for other weights."""
+    """Return the content of a fine-tuned model's `esmshard.json`; empty for other weights."""
     return next((about for _, about in _records(files) if "recipe" in about), {})
 
 
 def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Yield each directory of weight files with the content of its `esmshard.json`, if this file can be read."""
+    """Yield the directories of weight files that have a readable `esmshard.json`, each with the file's content."""
     for folder in dict.fromkeys(file.parent for file in files):
         try:
             about = read_json(folder / ABOUT)
@@ -414,10 +414,8 @@ def _records(files: Sequence[Path]) -> Iterator[tuple[Path, dict[str, Any]]]:
 
 
 def identity(weights: Weights, name: str) -> dict[str, Any]:
-    """Return the identity of a model: a dictionary with the architecture, the seed of new random weights, and the size
-    and sha256 of each weight file.
-
-    With `adapt.method` lora or head, checkpoints store the identity of the base model. `name` is the model for `read`.
+    """Return a model's identity: its name for `read`, the architecture, the seed of new random weights, and the size
+    and sha256 of each weight file. Checkpoints with `adapt.method` lora or head store the identity of the base model.
     """
     files: dict[str, Any] = {}
     for file in weights.files:
@@ -429,14 +427,14 @@ def identity(weights: Weights, name: str) -> dict[str, Any]:
 
 
 def model_hash(weights: Weights) -> str:
-    """Return a sha256 of architecture and weights in hexadecimal digits. File names do not influence the result."""
+    """Return a sha256 of architecture and weights, in hexadecimal digits. It does not depend on file names."""
     return hashlib.sha256(json.dumps(_model_of(identity(weights, "")), sort_keys=True).encode()).hexdigest()
 
 
 def check(
     now: Mapping[str, Any], before: Mapping[str, Any], where: str, fix: str = "give the model that it was trained on"
 ) -> None:
-    """Raise `InputError` if the identities `now` and `before` belong to different models. Names and paths may differ.
+    """Raise `InputError` if the identities `now` and `before` are of different models. Names and paths may differ.
     `where` is the checkpoint that stores `before`, and `fix` is the advice in the message.
     """
     present, expected = _model_of(now), _model_of(before)
@@ -449,7 +447,7 @@ def check(
 
 
 def _model_of(full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity without file names, window and chains, because these do not change the tensors."""
+    """Return an identity without file names, window and chains, which do not change the tensors."""
     model = {key: full[key] for key in ("seed", "made") if key in full}
     model["files"] = sorted(str(entry["sha256"]) for entry in full["files"].values())
     config = {key: value for key, value in full["config"].items() if key not in ("window", "chains")}

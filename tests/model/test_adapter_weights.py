@@ -194,7 +194,7 @@ def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path)
     with pytest.raises(InputError, match=r"another model \(other files\).*adapter_config.json"):
         weights.read(str(adapter))
     edit(adapter, base_model_name_or_path=str(tmp_path / "gone"))
-    with pytest.raises(InputError, match=r"adapts .*gone, .*adapter_config.json"):
+    with pytest.raises(InputError, match=r"base model .*gone does not exist.*adapter_config.json"):
         weights.read(str(adapter))
     edit(adapter, base_model_name_or_path=str(shutil.copytree(base, tmp_path / "moved")))
     assert torch.equal(weights.read(str(adapter))["layers.1.fc1.weight"], found["layers.1.fc1.weight"])
@@ -220,7 +220,7 @@ def test_an_adapter_on_top_of_an_adapter(base: Path, tmp_path: Path) -> None:
     assert (found["layers.1.fc1.weight"] - twice).abs().max() < 1e-3
     assert len(weights.identity(found, "x")["files"]) == len(found.files) == 5
     edit(first, base_model_name_or_path=str(first))
-    with pytest.raises(InputError, match=r"first: is named as its own base model"):
+    with pytest.raises(InputError, match=r"first: .* its own base model"):
         weights.read(str(second))
 
 
@@ -286,5 +286,5 @@ def test_damage_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
             weights.read(str(adapter))
     (adapter / "esmshard.json").unlink()
     file.unlink()
-    with pytest.raises(InputError, match=r"adapter: holds no adapter_model.safetensors"):
+    with pytest.raises(InputError, match=r"adapter_model.safetensors is missing"):
         weights.read(str(adapter))

@@ -1,4 +1,4 @@
-"""Compiled blocks: one compilation for all packs, the same numbers, the same names. With a backend that is quick."""
+"""Blocks are compiled once for all packs, with the same numbers. The backend `eager` compiles fast."""
 
 from collections.abc import Iterator
 
@@ -13,12 +13,10 @@ from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.lora import add_lora
 
-PACKS = [(30, 40), (5, 6, 7, 100), (1,), (64, 64)]
-
 
 def packs() -> list[TokenBatch]:
-    texts = [("MKTAYIAKQRQISFVKSHFSRQ"[n % 5 :] * 14)[:n] for n in range(301)]
-    return [tokenise([texts[n] for n in pack])[1] for pack in PACKS]
+    lengths = [(30, 40), (5, 6, 7, 100), (1,), (64, 64)]
+    return [tokenise([("MKTAYIAKQRQISFVKSHFSRQ"[n % 5 :] * 14)[:n] for n in pack])[1] for pack in lengths]
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +33,7 @@ def values(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
 
 
 def gradients(model: ESM2, batch: TokenBatch) -> list[torch.Tensor]:
-    """Of contacts, so that queries and keys are handed out; the LM head has no gradient."""
+    """Contacts and their gradients. The LM head has no gradient."""
     model.zero_grad()
     contacts = predict_contacts(model, batch)
     torch.stack([c.square().mean() for c in contacts]).sum().backward()
@@ -82,7 +80,7 @@ def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tenso
 
 
 def test_with_a_kernel_for_packs_a_block_is_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on CUDA, where attention is one operation: no break in it, and lengths are no constants of the graph."""
+    """On CUDA, attention is one operation. Lengths must not become constants of the graph."""
     monkeypatch.setattr(attention, "attend", lambda q, k, v, batch: kernel(q, k, v, batch.cu_seqlens, batch.max_seqlen))
     model, plain = compiled_and_plain()
     for batch in packs():

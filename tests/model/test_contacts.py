@@ -1,9 +1,8 @@
-"""Contacts by the regression over attention maps: streamed over heads and layers, trainable, and without the maps."""
+"""The contact regression equals fair-esm's regression on stacked maps, with gradients and in little memory."""
 
 import copy
 from collections.abc import Callable
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 import pytest
@@ -12,8 +11,8 @@ from esm.modules import apc, symmetrize
 from model_files import fair_esm, ours, tokenise
 from torch.profiler import ProfilerActivity, profile
 
-from esmshard.model import attention, weights
 from esmshard.model import contacts as contacts_module
+from esmshard.model import weights
 from esmshard.model.attention import attention_map
 from esmshard.model.contacts import ContactAccumulators, corrected_maps, predict_contacts
 from esmshard.model.families.esm2 import ESM2, EsmConfig
@@ -26,18 +25,8 @@ CONFIG = EsmConfig(n_layers=3, dim=64, n_heads=4)
 LENGTHS = (1, 40, 7, 83, 2)
 
 
-def sequences(lengths: tuple[int, ...] = LENGTHS) -> list[str]:
-    rng = np.random.default_rng(1)
-    return ["".join(rng.choice(list(STANDARD), length)) for length in lengths]
-
-
-@pytest.fixture(scope="module")
-def model() -> ESM2:
-    return ours(fair_esm(CONFIG), CONFIG)
-
-
 def residue_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """[H, L, L]: the softmax runs over all tokens, then `<cls>` and `<eos>` are cut off."""
+    """The maps of residues, [H, L, L], from a softmax over all tokens."""
     return attention_map(q_THK, k_THK)[:, 1:-1, 1:-1]
 
 
@@ -75,18 +64,15 @@ def test_the_accumulator_has_the_gradients_of_the_stacked_head(
 
 
 def checkpointed(model: ESM2, mode: str) -> ESM2:
-    """A copy whose layers are run again in the backward pass, as `esmshard.parallel.shard` has them."""
     model = copy.deepcopy(model)
     shard(model, Layout(activation_checkpointing=mode), World(0, 1, torch.device("cpu"), None))  # type: ignore[arg-type]
     return model
 
 
-def test_contacts_train_the_trunk_as_stacked_maps_do(model: ESM2) -> None:
-    """Gradients of every parameter against fair-esm's head on stacked maps, also where layers are run again.
-
-    Peptides too: of their small maps selective checkpointing keeps the products.
-    """
-    _, batch = tokenise(sequences())
+def test_contacts_train_the_trunk_as_stacked_maps_do() -> None:
+    """Gradients of every parameter, also with activation checkpointing, which saves the products of small maps."""
+    model, rng = ours(fair_esm(CONFIG), CONFIG), np.random.default_rng(1)
+    _, batch = tokenise(["".join(rng.choice(list(STANDARD), length)) for length in LENGTHS])
     targets = [(torch.rand(n, n, generator=torch.Generator().manual_seed(n)) < 0.1).float() for n in LENGTHS]
 
     def gradients(trunk: ESM2, contacts: list[torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -112,7 +98,7 @@ def test_contacts_train_the_trunk_as_stacked_maps_do(model: ESM2) -> None:
 
 
 def test_contacts_are_summed_in_fp32_under_autocast() -> None:
-    """In bf16 a sum of maps would keep three digits, and its correction would take away two of them."""
+    """In bf16, a sum of maps would have three correct digits, and the correction would remove two of them."""
     generator = torch.Generator().manual_seed(0)
     q_THK, k_THK = (torch.randn(40, 8, 16, generator=generator).bfloat16() for _ in range(2))
     weight, bias = torch.randn(1, 8, generator=generator), torch.zeros(1)
@@ -133,27 +119,8 @@ def test_corrected_maps_are_those_of_the_reference() -> None:
     assert (found - apc(symmetrize(residue_maps(q_THK, k_THK)))).abs().max() <= 1e-6
 
 
-def test_the_trunk_runs_its_own_kernel_meanwhile(model: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contacts cost maps, and no slower attention: the same call of `attend` in each layer, with the same result."""
-    _, batch = tokenise(sequences())
-    outputs: list[torch.Tensor] = []
-    attend = attention.attend
-
-    def counted(*args: Any) -> torch.Tensor:
-        outputs.append(attend(*args))
-        return outputs[-1]
-
-    monkeypatch.setattr(attention, "attend", counted)
-    with torch.no_grad():
-        model(batch)
-        predict_contacts(model, batch)
-    assert len(outputs) == 2 * CONFIG.n_layers
-    for without, together in zip(outputs[: CONFIG.n_layers], outputs[CONFIG.n_layers :], strict=True):
-        assert torch.equal(without, together)
-
-
 def peak_bytes(function: Callable[[], object]) -> int:
-    """The most that torch has allocated at once while it runs."""
+    """The peak of torch's memory while the function runs, in bytes."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         function()
     events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -162,24 +129,18 @@ def peak_bytes(function: Callable[[], object]) -> int:
 
 @pytest.mark.parametrize("train", [False, True])
 def test_memory_for_contacts_is_a_small_part_of_the_maps(train: bool) -> None:
-    """Above what the trunk needs. Maps of 6 layers of 20 heads for 384 residues are 72 MB."""
+    """The maps of 6 layers with 20 heads for 384 residues are 72 MB."""
     config = EsmConfig(n_layers=6, dim=160, n_heads=20)
     model = weights.build(weights.fresh(config, 0), torch.device("cpu"))
     _, batch = tokenise(["MKTAYIAK" * 48])
-
-    def trunk() -> None:
-        finish(model(batch).representations[6])
-
-    def contacts() -> None:
-        finish(predict_contacts(model, batch)[0])
 
     def finish(x: torch.Tensor) -> None:
         if train:
             x.sum().backward()
             model.zero_grad()
 
-    maps = 4 * config.n_layers * config.n_heads * 386**2
     with torch.set_grad_enabled(train):
-        alone, together = peak_bytes(trunk), peak_bytes(contacts)
-    assert alone > 5e5
-    assert together - alone < maps / 4
+        trunk_bytes = peak_bytes(lambda: finish(model(batch).representations[6]))
+        contact_bytes = peak_bytes(lambda: finish(predict_contacts(model, batch)[0]))
+    assert trunk_bytes > 5e5
+    assert contact_bytes - trunk_bytes < 4 * config.n_layers * config.n_heads * 386**2 / 4

@@ -27,6 +27,14 @@ EVERY = [CLS, *(n for n in range(VOCAB_SIZE) if n not in (CLS, EOS)), EOS]
 
 
 PUBLISHED = {
+    "esm2_t6_8M_UR50D": 7_512_353,
+    "esm2_t12_35M_UR50D": 33_501_153,
+    "esm2_t30_150M_UR50D": 148_139_553,
+    "esm2_t33_650M_UR50D": 651_042_593,
+    "esm2_t36_3B_UR50D": 2_839_004_193,
+    "esm2_t48_15B_UR50D": 15_129_098_273,
+    "esm1b_t33_650M_UR50S": 652_358_433,
+    **{f"esm1v_t33_650M_UR90S_{n}": 652_355_873 for n in range(1, 6)},
     "esmc_300m": 332_997_184,
     "esmc_600m": 575_036_992,
     "esmc_6b": 6_352_005_184,
@@ -60,7 +68,8 @@ def test_names_sizes_and_matrices_are_those_of_the_models() -> None:
     assert not any((kind, None) in kinds for kind in shared), "the size of the vocabulary decides"
     for name, count in PUBLISHED.items():
         assert n_parameters(SIZES[name]) - (SIZES[name].n_maps + 1) == count
-        assert SIZES[name].head_dim == (24 if name == "saprot_35m_af2" else 64)
+        widths = {"_8M_": 16, "_35M_": 24, "_150M_": 32, "_15B_": 128}
+        assert SIZES[name].head_dim == next((width for part, width in widths.items() if part in name.upper()), 64)
     for family in FAMILIES.values():
         assert family.sizes.keys() >= family.released.keys()
         for config in family.sizes.values():

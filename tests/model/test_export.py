@@ -10,12 +10,13 @@ from esm.model.esm2 import ESM2 as FairEsm
 from esm.pretrained import load_model_and_alphabet_local
 from model_files import SMALL, TINY, edit_tensors, fair_esm, write_fair_esm, write_transformers
 from safetensors.torch import load_file
+from transformers import EsmConfig as HfConfig
 from transformers import EsmForMaskedLM
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
 from esmshard.model import export, weights
-from esmshard.model.families.esm2 import FAMILY, TIED
+from esmshard.model.families.esm2 import FAMILY, SIZES, TIED, EsmConfig, config_of_fair_esm, fair_esm_settings
 
 NAMES = {"ESM-2": "esm2_it", "ESM-1b": "esm1b_it", "ESM-1v": "esm1v_it"}
 HEAD = {"out.weight": torch.arange(6.0).view(2, 3), "out.bias": torch.ones(2)}
@@ -75,6 +76,15 @@ def test_there_and_back_every_bit_is_the_same(family: str, tmp_path: Path) -> No
     again = consolidate(back / f"{stem}.pt", tmp_path / "again", to="hf")
     assert (again / "model.safetensors").read_bytes() == (directory / "model.safetensors").read_bytes()
     assert (again / "config.json").read_bytes() == (directory / "config.json").read_bytes()
+
+
+def test_settings_of_transformers_and_fair_esm_and_back() -> None:
+    for base in [*SIZES.values(), *SMALL.values()]:
+        for token_dropout in (True, False):
+            config = EsmConfig(**vars(base) | {"token_dropout": token_dropout})
+            assert FAMILY.read_config(HfConfig(**FAMILY.write_config(config)).to_dict()) == config
+            keys = ["encoder.sentence_encoder.emb_layer_norm_before.weight"] * config.emb_layer_norm_before
+            assert config_of_fair_esm(fair_esm_settings(config) | {"model": dict.fromkeys(keys)}) == config
 
 
 def test_a_model_in_half_precision_and_in_several_files(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Released models by name, and any repository, from a server on this machine that speaks as the hub does."""
+"""Released models and other repositories, from a local server that answers as the hub does."""
 
 import json
 import os
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import esmc_files
-import numpy as np
 import pytest
 import torch
 from hub_server import COMMIT, NAME, Hub, own_caches, snapshot
@@ -24,7 +23,6 @@ from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import EsmForMaskedLM
 
-from esmshard.api.model import load
 from esmshard.errors import InputError, UsageError
 from esmshard.model import hub, weights
 from esmshard.model.weights import load_model
@@ -59,7 +57,7 @@ def server(model: Path) -> Iterator[Hub]:
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache of this process; torch hub's is empty beside it."""
+    """The hub's cache of this process; the cache of torch hub is empty."""
     return own_caches(tmp_path, monkeypatch)
 
 
@@ -73,14 +71,6 @@ def here(cache: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
     # Older releases of the library hold it under this name too.
     monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     return server
-
-
-def environment(tmp_path: Path, endpoint: str, **more: str) -> dict[str, str]:
-    """Nothing of the user's caches, tokens and proxies."""
-    prefixes = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH_HOME", "XDG_")
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and not k.lower().endswith("_proxy")}
-    homes = {"HF_HOME": str(tmp_path / "hf"), "TORCH_HOME": str(tmp_path / "torch")}
-    return kept | homes | {"HF_ENDPOINT": endpoint, "NO_PROXY": "*", "OMP_NUM_THREADS": "1"} | more
 
 
 def names(directory: Path) -> set[str]:
@@ -102,7 +92,7 @@ def assert_same_model(path: Path, reference: Path) -> None:
 def test_a_name_is_downloaded_and_from_then_on_needs_no_network(here: Hub, cache: Path, model: Path) -> None:
     path = hub.fetch(NAME)
     assert path == cache / f"models--facebook--{NAME}" / "snapshots" / COMMIT
-    # One format, and nothing that is not needed; the weights last, since with them the directory is a model.
+    # The weights come last, because with them the directory is a model.
     assert here.asked == ["list", "config.json", "vocab.txt", "README.md", "model.safetensors"]
     # Where transformers looks for it offline.
     assert (path.parent.parent / "refs" / "main").read_text() == COMMIT
@@ -123,21 +113,14 @@ def test_to_makes_a_directory_of_plain_files_and_leaves_the_cache_alone(here: Hu
     with pytest.raises(UsageError, match="exists already"):
         hub.check(["esm2_t12_35M_UR50D", NAME], out)
     assert here.asked == []
+    hub.fetch(NAME)
+    here.asked.clear()
+    (out / NAME / "config.json").write_text("damaged")
     assert hub.fetch(NAME, out, overwrite=True) == out / NAME
-    assert (names(out), names(out / NAME)) == ({NAME}, expected.keys())
-
-
-def test_to_copies_from_the_cache_without_a_network(cache: Path, tmp_path: Path, model: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    blobs = tmp_path / "blobs"
-    found = snapshot(cache, {path.name: path.read_bytes() for path in model.iterdir()} | {"tf_model.h5": b"other"})
-    blobs.mkdir()
-    (found / "model.safetensors").rename(blobs / "abc")
-    (found / "model.safetensors").symlink_to(blobs / "abc")
-    made = hub.fetch(NAME, tmp_path / "out")
-    assert names(made) == {"config.json", "model.safetensors", "vocab.txt"}
-    assert not (made / "model.safetensors").is_symlink()
-    assert (made / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    assert here.asked == [], "the files come from the cache, where they are links"
+    assert names(out) == {NAME}
+    assert {p.name: p.read_bytes() for p in made.iterdir()} == expected
+    assert not any(path.is_symlink() for path in made.iterdir())
 
 
 def test_a_flipped_bit_or_a_file_that_ends_early_is_refused_and_nothing_of_it_stays(here: Hub, tmp_path: Path) -> None:
@@ -164,14 +147,16 @@ def test_without_a_repository_or_a_network_the_error_says_so(here: Hub, monkeypa
 
 
 def test_ctrl_c_ends_a_download_at_once_and_leaves_nothing(server: Hub, tmp_path: Path) -> None:
-    """In a process, which reads the address of the hub from the environment. A second one prints the new directory."""
+    """The process reads the hub's address from the environment."""
     server.go.clear()
-    env = environment(tmp_path, server.url)
+    prefixes = ("HF_", "HUGGINGFACE", "TRANSFORMERS_", "TORCH_HOME", "XDG_")  # the user's caches, tokens and proxies
+    env = {k: v for k, v in os.environ.items() if not k.startswith(prefixes) and not k.lower().endswith("_proxy")}
+    env |= {"HF_HOME": str(tmp_path / "hf"), "TORCH_HOME": str(tmp_path / "torch"), "HF_ENDPOINT": server.url}
     command = [sys.executable, "-m", "esmshard", "download", NAME, "--to", str(tmp_path / "out")]
-    # A job in the background of a shell is born deaf to SIGINT, and so would be the process that it starts.
-    hearing = signal.signal(signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True)
-    signal.signal(signal.SIGINT, hearing)
+    # A background job of a shell ignores SIGINT, and so would its child process.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, env=env | {"NO_PROXY": "*"}, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, handler)
     end = time.monotonic() + 900
     while "model.safetensors" not in server.asked:
         assert time.monotonic() < end
@@ -181,9 +166,6 @@ def test_ctrl_c_ends_a_download_at_once_and_leaves_nothing(server: Hub, tmp_path
     assert process.returncode == 130
     assert "Traceback" not in errors
     assert list((tmp_path / "out").iterdir()) == []
-    server.go.set()
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=900, check=False)
-    assert (done.returncode, done.stdout.strip()) == (0, str(tmp_path / "out" / NAME)), done.stderr
 
 
 def shards(model: Path) -> dict[str, bytes]:
@@ -313,7 +295,7 @@ def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: P
     assert mine.asked == [], "the adapter is in the cache"
     shutil.rmtree(cache)
     mine.files = adapter_files(tmp_path / "itself", model, base_model_name_or_path=MINE)
-    with pytest.raises(InputError, match="as its own base model"):
+    with pytest.raises(InputError, match="its own base model"):
         weights.read(MINE)
 
 
@@ -323,23 +305,19 @@ def test_a_fine_tuned_model_of_the_hub_has_its_head(mine: Hub) -> None:
     mine.files = {path.name: path.read_bytes() for path in files}
     found, local = (load_finetuned(name, torch.device("cpu")) for name in (MINE, "starter"))
     assert found.about == local.about
-    state = local.model.head.state_dict()
-    assert state
-    assert all(torch.equal(tensor, state[name]) for name, tensor in found.model.head.state_dict().items())
-    (mine_LL,), (theirs_LL,) = (load(name, "cpu").predict(["MKTAYIAKQR"]) for name in (MINE, "starter"))
-    assert np.array_equal(mine_LL, theirs_LL)
+    state = local.model.state_dict()
+    assert any(name.startswith("head.") for name in state)
+    assert all(torch.equal(tensor, state[name]) for name, tensor in found.model.state_dict().items())
 
 
 def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> None:
     """`data/weights/NAME.pth` without a configuration that says anything, beside files of other models."""
     directory = esmc_files.write(tmp_path / "esmc", "C", esmc_files.random_esmc())
-    file = "data/weights/esmc_tiny_2024_12_v0.pth"
-    other = "data/weights/esm3_structure_encoder_v0.pth"
+    file, other = "data/weights/esmc_tiny_2024_12_v0.pth", "data/weights/esm3_structure_encoder_v0.pth"
     mine.files = {"config.json": b"{}", file: (directory / file).read_bytes(), other: b"", "README.md": b"a card"}
     found = weights.read(MINE)
     assert (found.config.family, found.config.dim) == ("esmc", esmc_files.WIDTH)
     assert mine.asked == ["list", "config.json", "README.md", file]
     made = hub.fetch(MINE, tmp_path / "copied")
     assert (made / file).read_bytes() == mine.files[file]
-    assert not (made / file).is_symlink()
     assert weights.read(str(made)).config == found.config

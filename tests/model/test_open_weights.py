@@ -1,4 +1,4 @@
-"""Files of weights: what is read of them, and fresh weights."""
+"""Weight files in an old format or without a head, and fresh weights."""
 
 import argparse
 from dataclasses import replace
@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from esm.model.esm2 import ESM2 as FairEsm
-from esm.pretrained import load_model_and_alphabet_local
-from model_files import TINY, edit_pt, edit_tensors, fair_esm, tokenise, write_fair_esm, write_transformers
+from model_files import TINY, edit_pt, edit_tensors, fair_esm, write_fair_esm, write_transformers
 
 from esmshard.model import weights
-from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.esm2 import TIED, EsmConfig
 from esmshard.model.weights import load_model
 
@@ -29,30 +27,6 @@ def directory(tmp_path: Path, reference: FairEsm) -> Path:
 @pytest.fixture
 def file(tmp_path: Path, reference: FairEsm) -> Path:
     return write_fair_esm(tmp_path / "esm2_tiny.pt", reference)
-
-
-# fair-esm
-
-
-@pytest.mark.parametrize("prefixes", [("encoder.sentence_encoder.", "encoder."), ("", "")])
-def test_a_fair_esm_file_is_read_under_each_prefix(
-    prefixes: tuple[str, str], tmp_path: Path, reference: FairEsm
-) -> None:
-    path = write_fair_esm(tmp_path / "esm2_tiny.pt", reference, prefixes)
-    assert weights.read(str(path)).absent == ()
-    model = load_model(str(path))
-    assert model.lm_head.weight is model.embed_tokens.weight
-    assert not model.training
-    state = model.state_dict()
-    assert len(state) > 40
-    for name, tensor in reference.state_dict().items():
-        assert torch.equal(state[name], tensor), name
-    # The file is what fair-esm reads, too.
-    with torch.serialization.safe_globals([argparse.Namespace]):
-        theirs, _ = load_model_and_alphabet_local(path)
-    block, batch = tokenise(["MKTAYIAKQRQISFVKSHFSRQ"])
-    with torch.no_grad():
-        assert (predict_contacts(model, batch)[0] - theirs.predict_contacts(block)[0]).abs().max() <= 1e-6
 
 
 def test_a_file_from_before_the_zip_format_is_read(file: Path, reference: FairEsm) -> None:
@@ -88,9 +62,6 @@ def test_a_missing_head_is_recorded_and_drawn_anew(
         assert torch.equal(state[name], again[name])
         drawn = name.startswith(tuple(f"{part}." for part in parts)) and name != TIED
         assert torch.equal(state[name], tensor) is not drawn, name
-
-
-# Fresh weights
 
 
 def test_fresh_weights_depend_on_seed_and_name_only_and_have_the_right_size() -> None:

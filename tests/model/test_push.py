@@ -83,9 +83,9 @@ def test_what_the_hub_refuses_is_one_sentence(server: Repositories, model: Path)
 def test_what_is_no_model_for_others_is_refused_before_anything_is_sent(
     server: Repositories, model: Path, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match="mine: OWNER/NAME is expected"):
+    with pytest.raises(UsageError, match="mine: give OWNER/NAME"):
         push(str(model), "mine")
-    with pytest.raises(InputError, match="is not a model directory"):
+    with pytest.raises(InputError, match="not a model directory"):
         push(str(model / "model.safetensors"), NAME)
     (model / "esmshard.json").write_text(json.dumps({"files": {"model.safetensors": "0" * 64}}))
     with pytest.raises(InputError, match=r"model.safetensors: is not the file that .*esmshard.json records"):
@@ -94,6 +94,6 @@ def test_what_is_no_model_for_others_is_refused_before_anything_is_sent(
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "/home/me/base"}')
     (adapter / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(InputError, match="is an adapter of /home/me/base, "):
+    with pytest.raises(InputError, match="an adapter for /home/me/base, "):
         push(str(adapter), NAME)
     assert server.made == {}

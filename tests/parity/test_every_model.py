@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from esm.model.esm2 import ESM2 as FairEsm
-from model_files import SMALL, fair_esm, ours, tokenise, write_fair_esm, write_transformers
+from model_files import RELEASED_PREFIXES, SMALL, fair_esm, ours, tokenise, write_fair_esm, write_transformers
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from transformers import EsmForMaskedLM
 
@@ -95,11 +95,13 @@ def test_a_pack_of_all_lengths_equals_fair_esm_and_transformers(given: Given) ->
 
 
 def test_files_of_fair_esm_give_the_same_model(given: Given, tmp_path: Path) -> None:
-    file = write_fair_esm(tmp_path / "model.pt", given.reference)
-    model = load_model(str(file), torch.device("cpu"))
-    assert model.config == given.config
-    for name, tensor in given.reference.state_dict().items():
-        assert torch.equal(model.state_dict()[name], tensor), name
+    for prefixes in (("", ""), RELEASED_PREFIXES):
+        file = write_fair_esm(tmp_path / "model.pt", given.reference, prefixes)
+        model = load_model(str(file), torch.device("cpu"))
+        assert (model.config, model.training) == (given.config, False)
+        assert model.lm_head.weight is model.embed_tokens.weight
+        for name, tensor in given.reference.state_dict().items():
+            assert torch.equal(model.state_dict()[name], tensor), name
     if not given.config.rotary:
         state = torch.load(file, weights_only=False)["model"]
         assert (state["encoder.sentence_encoder.embed_tokens.weight"][MASK] != 0).all(), "made zero on reading"
@@ -126,17 +128,6 @@ def test_learned_positions_end_at_1022_residues() -> None:
         reference(block)
 
 
-# Gradients
-
-
-def masked(texts: list[str]) -> tuple[torch.Tensor, TokenBatch, torch.Tensor, torch.Tensor]:
-    """Block, pack, places of masks in the pack, and the tokens that are to be predicted there."""
-    block, batch = tokenise(texts)
-    places_P = (batch.tokens_T == MASK).nonzero()[:, 0]
-    targets_P = torch.randint(4, 24, places_P.shape, generator=torch.Generator().manual_seed(1))
-    return block, batch, places_P, targets_P
-
-
 HOW = [*((family, "plain") for family in SMALL), ("ESM-2", "checkpointed"), ("ESM-1b", "frozen embedding")]
 
 
@@ -146,7 +137,9 @@ def test_gradients_of_every_parameter_equal_fair_esm(family: str, how: str) -> N
     config = SMALL[family]
     reference = fair_esm(config)
     model = ours(reference, config)
-    block, batch, places_P, targets_P = masked(sequences((40, 1, 120, 3, 75), seed=3))
+    block, batch = tokenise(sequences((40, 1, 120, 3, 75), seed=3))
+    places_P = (batch.tokens_T == MASK).nonzero()[:, 0]
+    targets_P = torch.randint(4, 24, places_P.shape, generator=torch.Generator().manual_seed(1))
     assert len(places_P) == 4 + 12 + 1 + 7
     logits = reference(block)["logits"][block != PAD][places_P]
     F.cross_entropy(logits, targets_P).backward()

@@ -1,1 +1,1 @@
-"""The model families (ESM-2, ESM-C, ...): one module for each family, the class `Family`, and a registry."""
+"""The model families (ESM-2, ESM-C, ...), with one module for each family."""

@@ -1,7 +1,7 @@
-"""The model family AMPLIFY over packed sequences, and its file format.
+"""Defines the model family AMPLIFY over packed sequences, and its file format.
 
-All outputs must equal the outputs of the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08), which
-is a class for `transformers`. `tests/parity/` compares the outputs. Files join the matrices gate and up in one matrix.
+All outputs must equal the outputs of the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08).
+`tests/parity/` compares the outputs.
 """
 
 import re
@@ -18,23 +18,15 @@ from torch import nn
 from esmshard.batch import TokenBatch
 from esmshard.model.config import ModelConfig
 from esmshard.model.families.esmc import ESMC, EsmcConfig, RMSNorm, write_tokenizer
-from esmshard.model.families.family import (
-    SIZES_OF_TRANSFORMERS,
-    Family,
-    Names,
-    Piece,
-    Released,
-    check_settings,
-    renamed,
-)
+from esmshard.model.families.family import SIZE_KEYS, Family, Names, Piece, Released, check_settings, renamed
 from esmshard.model.trunk import ABSENT, embedding
 from esmshard.vocab import TOKENS, VOCAB_SIZE
 
 VOCABULARY = ("<pad>", "<unk>", "<mask>", "<bos>", "<eos>", "|", *"LAGVSERTIDPKQNFYMHWCB")
-"""The tokens of AMPLIFY in the order of the rows of the embedding (`conf/tokenizer/amplify_vocab.txt`)."""
+"""AMPLIFY's tokens, in the order of the embedding's rows (`conf/tokenizer/amplify_vocab.txt`)."""
 
 _RENAMED = {"<cls>": "<bos>", "<null_1>": "|"}
-"""Tokens of `esmshard.vocab` that have another name in AMPLIFY, mapped to the name in AMPLIFY."""
+"""The tokens of `esmshard.vocab` that have another name in AMPLIFY, mapped to AMPLIFY's name."""
 
 ROWS: tuple[int | None, ...] = tuple(
     VOCABULARY.index(name) if (name := _RENAMED.get(token, token)) in VOCABULARY else None for token in TOKENS
@@ -43,14 +35,12 @@ ROWS: tuple[int | None, ...] = tuple(
 as `<unk>`."""
 
 CODE = "chandar-lab/AMPLIFY_350M--amplify"
-"""The repository on the hub and the module with the authors' code, as in the key `auto_map` of `config.json`."""
+"""The hub repository and the module with the authors' code, for `auto_map` in `config.json`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AmplifyConfig(EsmcConfig):
-    """The architecture of an AMPLIFY model. All AMPLIFY models have the same vocabulary, RMSNorm with eps 1e-5,
-    interleaved rotary positions of base 10000, and blocks without biases.
-    """
+    """The architecture of an AMPLIFY model: RMSNorm with eps 1e-5, interleaved rotary positions, and no biases."""
 
     family: ClassVar[str] = "amplify"
     qk_norm: ClassVar[bool] = False
@@ -58,12 +48,11 @@ class AmplifyConfig(EsmcConfig):
 
     @property
     def n_logits(self) -> int:
-        """The number of tokens of `esmshard.vocab`. Tokens that AMPLIFY lacks have the logit `ABSENT`."""
         return VOCAB_SIZE
 
     @property
     def ffn_width(self) -> int:
-        """Rows of the matrices gate and up; in released models 8/3 of the width D, rounded up to a multiple of 8."""
+        """The width F; in released models 8/3 of the width D, rounded up to a multiple of 8."""
         return (8 * self.dim // 3 + 7) // 8 * 8 if self.ffn is None else self.ffn
 
     @property
@@ -72,7 +61,7 @@ class AmplifyConfig(EsmcConfig):
 
 
 class AmplifyHead(nn.Module):
-    """The LM head of AMPLIFY: one linear layer, whose logits are put into the order of `esmshard.vocab`."""
+    """The LM head of AMPLIFY, a linear layer. The logits have the order of `esmshard.vocab`."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -96,8 +85,7 @@ class Amplify(ESMC):
         self.lm_head = AmplifyHead(config.dim)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Look up the token embeddings [T, D]. Letters that AMPLIFY lacks get the embedding of `<unk>`."""
-        # The rows of the embedding are reordered, because a look-up table from tokens to rows would need a buffer.
+        # A table from tokens to rows would need a buffer, so the rows of the embedding are reordered instead.
         rows, unknown = self.embed_tokens.weight.split(1), VOCABULARY.index("<unk>")  # type: ignore[no-untyped-call]
         table = torch.cat([rows[unknown if row is None else row] for row in ROWS])
         return F.embedding(batch.tokens_T, table)
@@ -116,11 +104,11 @@ _FIXED = {
     "ffn_bias": False,
     "pad_token_id": VOCABULARY.index("<pad>"),
 }
-"""The settings that all released AMPLIFY models share. The authors' code has the same values as defaults."""
+"""The settings that all released AMPLIFY models share, and the defaults in the authors' code."""
 
 
 class AmplifyFamily(Family):
-    """The model family with all AMPLIFY models."""
+    """All AMPLIFY models."""
 
     title = "AMPLIFY"
     config = AmplifyConfig
@@ -131,7 +119,7 @@ class AmplifyFamily(Family):
         "amplify_mini": AmplifyConfig(n_layers=6, dim=128, n_heads=8),
         "amplify_120m": _M120,
         "amplify_350m": _M350,
-        # These models went through only the first stage of training, with at most 512 tokens of a protein.
+        # These models had only the first training stage, with at most 512 tokens per protein.
         "amplify_120m_base": replace(_M120, window=510),
         "amplify_350m_base": replace(_M350, window=510),
     }
@@ -165,7 +153,7 @@ class AmplifyFamily(Family):
     )
 
     def initial(self, config: AmplifyConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make the initial tensor `name`. Matrices are uniform from -0.02 to 0.02, as in the authors' code."""
+        """Make an initial tensor. Matrices are uniform from -0.02 to 0.02, as in the authors' code."""
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
         return 0.04 * torch.rand(shape, generator=generator) - 0.02
@@ -179,7 +167,7 @@ class AmplifyFamily(Family):
     def read_config(self, raw: Mapping[str, Any]) -> AmplifyConfig:
         fixed = _FIXED | {"hidden_act": "swiglu"}
         check_settings({**raw, "hidden_act": str(raw.get("hidden_act", "swiglu")).lower()}, fixed)
-        config = AmplifyConfig(**renamed(raw, SIZES_OF_TRANSFORMERS))
+        config = AmplifyConfig(**renamed(raw, SIZE_KEYS))
         width = raw.get("intermediate_size")
         if not isinstance(width, int):
             raise ValueError(f"intermediate_size is {width!r} and not a positive whole number")

@@ -1,7 +1,6 @@
-"""The models ESM-2, ESM-1b and ESM-1v over packed sequences, the base classes of SaProt, and the file formats of
-`transformers` and fair-esm. The names of tensors in esmshard are the names of fair-esm.
+"""Defines ESM-2, ESM-1b and ESM-1v over packed sequences, and their files for `transformers` and fair-esm.
 
-ESM-1b and ESM-1v have learned positions. All outputs must equal the outputs of fair-esm 2.0.0 (`esm/model/esm2.py`,
+esmshard's tensor names are fair-esm's names. All outputs must equal the outputs of fair-esm 2.0.0 (`esm/model/esm2.py`,
 `esm1.py`). `tests/parity/` compares the outputs. `esmshard.batch` explains the letters of tensor names.
 """
 
@@ -25,7 +24,7 @@ from esmshard.model import weight_reader
 from esmshard.model.attention import OnAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import Matrix, ModelConfig
 from esmshard.model.families.family import (
-    SIZES_OF_TRANSFORMERS,
+    SIZE_KEYS,
     AuthorsFile,
     Corruption,
     Family,
@@ -40,43 +39,40 @@ from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import EOS, MASK, PAD, TOKENS, VOCAB_SIZE
 
 MASK_RATIO_TRAINED = 0.15 * 0.8
-"""The share of `<mask>` tokens in pre-training. `_token_dropout` scales embeddings as if every sequence had this share.
-"""
+"""The share of `<mask>` tokens in pre-training, which `_token_dropout` needs."""
 
 TIED = "lm_head.weight"
-"""The name of the matrix of the LM head. This matrix is the same tensor as `embed_tokens.weight`."""
+"""The LM head's matrix, which is the same tensor as `embed_tokens.weight`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmConfig(ModelConfig):
-    """The architecture of an ESM-2 model or, with `max_positions`, of an ESM-1b or ESM-1v model. All have exact gelu, a
-    feed-forward part of 4 times the model's width, and LayerNorms with eps 1e-5 before attention and feed-forward part.
-    """
+    """The architecture of an ESM-2 model or, with `max_positions`, of an ESM-1b or ESM-1v model."""
 
     family: ClassVar[str] = "esm2"
     vocabulary: ClassVar[tuple[str, ...]] = TOKENS
-    """The tokens in the order of the rows of the embedding. `<pad>` has the row `PAD` in every subclass."""
+    """The tokens, in the order of the embedding's rows. `<pad>` has the row `PAD` in every subclass."""
 
     token_dropout: bool = True
     """Whether embeddings of `<mask>` are set to zero and all other embeddings rescaled, as in all released models."""
     max_positions: int | None = None
-    """Number of learned positions (ESM-1b, ESM-1v: 1024); None for rotary positions (ESM-2, SaProt)."""
+    """The number of learned positions (ESM-1b, ESM-1v: 1024); None for rotary positions (ESM-2, SaProt)."""
     emb_layer_norm_before: bool = False
     """Whether a LayerNorm is applied to the embeddings before the first layer."""
 
     @property
     def mask_row(self) -> int:
-        """The row of the embedding for `<mask>`."""
+        """The embedding's row for `<mask>`."""
         return self.vocabulary.index("<mask>")
 
     @property
     def rotary(self) -> bool:
-        """Whether positions are rotary (ESM-2, SaProt) and not learned (ESM-1b, ESM-1v)."""
+        """Whether positions are rotary, not learned."""
         return self.max_positions is None
 
     @property
     def position_rows(self) -> int:
-        """Number of rows of the table of learned positions. The first position has the row PAD + 1, as in fairseq."""
+        """The number of rows in the table of learned positions. The first position has row PAD + 1, as in fairseq."""
         return (self.max_positions or 0) + PAD + 1
 
     @property
@@ -98,7 +94,7 @@ class EsmConfig(ModelConfig):
 
 
 class TransformerLayer(TrunkBlock):
-    """A block with a LayerNorm before attention and another, `final_layer_norm`, before the feed-forward part."""
+    """A block with a LayerNorm before attention, and a LayerNorm before the feed-forward part."""
 
     def __init__(self, dim: int, n_heads: int, *, rotary: bool = True) -> None:
         super().__init__()
@@ -114,12 +110,12 @@ class TransformerLayer(TrunkBlock):
         """Map x [T, D] to [T, D]."""
         on_qk = partial(on_attention, layer) if on_attention is not None else None
         x_TD = x_TD + self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
-        h_TF = F.gelu(self.fc1(self.final_layer_norm(x_TD)))  # the exact erf form; the tanh form differs by 5e-4
+        h_TF = F.gelu(self.fc1(self.final_layer_norm(x_TD)))  # Exact gelu. The tanh form differs by 5e-4.
         return x_TD + self.fc2(h_TF)  # type: ignore[no-any-return]
 
 
 class LMHead(nn.Module):
-    """The masked-language-model head of ESM-2. Its matrix `weight` is the matrix of the token embedding."""
+    """The LM head of ESM-2. Its matrix `weight` is the token embedding's matrix."""
 
     def __init__(self, dim: int, weight: torch.Tensor) -> None:
         super().__init__()
@@ -129,7 +125,7 @@ class LMHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(len(weight)))
 
     def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
-        """Map x [P, D] to logits [P, V], one for each row of the embedding."""
+        """Map x [P, D] to logits [P, V]."""
         return F.linear(self.layer_norm(F.gelu(self.dense(x_PD))), self.weight, self.bias)
 
 
@@ -160,11 +156,10 @@ class ESM2(Trunk):
         self.lm_head.weight = self.embed_tokens.weight
 
     def rows(self, batch: TokenBatch) -> torch.Tensor:
-        """Return for each token its row in the embedding table, int64 [T]."""
+        """Return the embedding's row of each token, int64 [T]."""
         return batch.tokens_T
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Compute the embeddings [T, D]. Raises `InputError` for a sequence longer than the learned positions."""
         rows_T = self.rows(batch)
         x_TD: torch.Tensor = self.embed_tokens(rows_T)
         if self.config.token_dropout:
@@ -173,8 +168,8 @@ class ESM2(Trunk):
             if batch.max_seqlen > self.config.max_positions:
                 n = batch.token_counts.index(batch.max_seqlen)
                 raise InputError(
-                    f"record {batch.record_ids[n]}: {batch.lengths[n]} residues; this model has learned positions for "
-                    f"{self.config.max_positions - 2}; cut the sequence, or use an ESM-2"
+                    f"record {batch.record_ids[n]}: {batch.lengths[n]} residues, but this model has learned positions "
+                    f"for {self.config.max_positions - 2}; cut the sequence, or use an ESM-2"
                 )
             x_TD = x_TD + self.embed_positions(batch.position_T + PAD + 1)
         if self.config.emb_layer_norm_before:
@@ -186,11 +181,10 @@ class ESM2(Trunk):
 
 
 def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Set embeddings of `<mask>` to zero, and multiply all other embeddings by 0.88 / (1 - share of `<mask>`), both in
-    training and in evaluation. The share is counted for each sequence, including `<cls>` and `<eos>`.
+    """Set embeddings of `<mask>` to zero, and multiply all other embeddings by 0.88 / (1 - share of `<mask>`), in
+    training and evaluation. The share is for one sequence, including `<cls>` and `<eos>`.
     """
     lengths_N = batch.cu_seqlens.diff().long()
-    # The number of masks in a sequence is a difference of running sums of integers, without rounding errors.
     running = F.pad(masked_T.long().cumsum(0), (1, 0))
     ratio_N = running[batch.cu_seqlens.long()].diff().float() / lengths_N
     scale_N = (1 - MASK_RATIO_TRAINED) / (1 - ratio_N)
@@ -199,7 +193,7 @@ def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch
 
 
 class EsmFamily(Family):
-    """The base of model families whose directories the class `EsmForMaskedLM` of `transformers` 4 and 5 reads."""
+    """The base of the model families whose files `EsmForMaskedLM` of `transformers` 4 and 5 reads."""
 
     config: ClassVar[type[EsmConfig]]
     model_types = ("esm",)
@@ -229,10 +223,8 @@ class EsmFamily(Family):
     )
 
     def initial(self, config: EsmConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make the initial values of the tensor `name` in a new model.
-
-        Linear layers are Xavier-uniform, with gain 1/sqrt 2 for q, k and v, as in fair-esm. Embedding and learned
-        positions are normal with standard deviation 0.02, so the logits of a new model are small.
+        """Make an initial tensor. Linear layers are Xavier-uniform, with gain 1/sqrt 2 for q, k and v, as in fair-esm.
+        Embeddings are normal with standard deviation 0.02, so initial logits are small.
         """
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
@@ -246,7 +238,7 @@ class EsmFamily(Family):
 
     def pieces(self, key: str, config: EsmConfig) -> tuple[Piece, ...]:
         if not re.match(r"(esm|lm_head|head)\.", key):
-            key = "esm." + key  # The file is of the class `EsmModel`, which has no LM head.
+            key = "esm." + key  # `EsmModel`, which has no LM head, wrote the file.
         if re.match(r"esm\.embeddings\.position_ids$|esm\.pooler\.", key):
             return ()  # The pooler was never trained.
         if config.rotary and key == self.names.theirs("embed_positions.weight"):
@@ -283,12 +275,12 @@ class EsmFamily(Family):
 
     def read_config(self, raw: Mapping[str, Any]) -> EsmConfig:
         if raw.get("is_folding_model"):
-            raise ValueError("it is an ESMFold; only language models can be read")
+            raise ValueError("ESMFold is not a language model")
         positions = raw.get("position_embedding_type", "absolute")
         if positions not in ("rotary", "absolute"):
             raise ValueError(f"position_embedding_type is {positions!r}")
         config = self.config(
-            **renamed(raw, SIZES_OF_TRANSFORMERS),
+            **renamed(raw, SIZE_KEYS),
             token_dropout=bool(raw.get("token_dropout", False)),
             max_positions=raw.get("max_position_embeddings", 1026) - PAD - 1 if positions == "absolute" else None,
             emb_layer_norm_before=bool(raw.get("emb_layer_norm_before")),
@@ -333,10 +325,10 @@ _PAPERS = {"esm2": _LIN, "esm1b": _RIVES, "esm1v": _MEIER}
 
 
 class FairEsmFile(AuthorsFile):
-    """The format of fair-esm: a `.pt` file, and a second file with the contact regression."""
+    """fair-esm's format: a `.pt` file, and a second file with the contact regression."""
 
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
-        """Return the path of the `.pt` file. The file name begins with the architecture, which fair-esm reads there."""
+        """Return the path of the `.pt` file. fair-esm reads the architecture from the beginning of the file name."""
         architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
         named = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
         return directory / (f"{stem}.pt" if named else f"{architecture}_{stem}.pt")
@@ -366,7 +358,7 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
 
 
 class Esm2Family(EsmFamily):
-    """The model family with the models ESM-2, ESM-1b and ESM-1v."""
+    """All ESM-2, ESM-1b and ESM-1v models."""
 
     title = "ESM-2"
     config = EsmConfig
@@ -384,7 +376,6 @@ class Esm2Family(EsmFamily):
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {"fair-esm": FAIR_ESM}
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Read a model in fair-esm's format. Raises `InputError` if the file of the contact regression is damaged."""
         state = data.get("model")
         if not isinstance(state, dict):
             return None
@@ -395,9 +386,9 @@ class Esm2Family(EsmFamily):
             if not isinstance(contacts, dict):
                 raise InputError(f"{regression}: not a contact regression of fair-esm; download it again")
             state = state | contacts
-        # Released files have the prefixes of the fairseq trainer.
+        # Released files have fairseq's prefixes.
         state = {re.sub(r"^(encoder\.sentence_encoder\.|encoder\.)", "", str(key)): state[key] for key in state}
-        # In files with learned positions, the row of <mask> has random numbers. fair-esm also sets this row to zero.
+        # With learned positions, the row of <mask> is random in files. fair-esm also sets this row to zero.
         for name in () if config.rotary else ("embed_tokens.weight", TIED):
             if isinstance(state.get(name), torch.Tensor):
                 state[name] = state[name].detach().clone()
@@ -410,17 +401,17 @@ FAMILY = Esm2Family()
 
 
 def config_of_fair_esm(data: Mapping[str, Any]) -> EsmConfig:
-    """Return the architecture from the content of a fair-esm `.pt` file. Raises `ValueError` for other content."""
+    """Return the architecture from the content of a fair-esm `.pt` file. Raises `ValueError` for another content."""
     cfg = data.get("cfg")
     settings = data["args"] if "args" in data else cfg.get("model") if isinstance(cfg, dict) else None
     if isinstance(settings, argparse.Namespace):
         settings = vars(settings)
     if not isinstance(settings, dict):
-        raise ValueError("it has neither cfg.model nor args with the sizes of a model")
+        raise ValueError("neither cfg.model nor args has the sizes of the model")
     args = {key.removeprefix("encoder_"): value for key, value in settings.items()}
     if "args" in data:
         if args.get("arch") != "roberta_large":
-            raise ValueError(f"its architecture is {args.get('arch')!r}; only ESM-2, ESM-1b and ESM-1v can be read")
+            raise ValueError(f"the architecture {args.get('arch')!r} is not ESM-2, ESM-1b or ESM-1v")
         before = any("emb_layer_norm_before" in str(key) for key in data.get("model", ()))
     else:
         args["max_positions"], before = None, False
@@ -432,7 +423,7 @@ def config_of_fair_esm(data: Mapping[str, Any]) -> EsmConfig:
 
 
 def fair_esm_settings(config: EsmConfig) -> dict[str, Any]:
-    """Return the settings that a fair-esm `.pt` file contains for this architecture."""
+    """Return the settings of this architecture for a fair-esm `.pt` file."""
     sizes = argparse.Namespace(
         encoder_layers=config.n_layers,
         encoder_embed_dim=config.dim,

@@ -1,18 +1,17 @@
-"""The model family ESM3 over packed sequences, its file formats, and its encoder of structure tokens. Coordinates and
-structure tokens are tracks of a batch. All other inputs of ESM3, such as secondary structure, are set to unknown.
+"""Defines the model family ESM3 over packed sequences, its file formats, and its encoder of structure tokens.
 
-All outputs must equal the outputs of `esm` 3.4.1 (`esm/models/esm3.py`), which computes one protein at a time.
+Coordinates and structure tokens are tracks of a batch. All other inputs, such as secondary structure, are unknown. All
+outputs must equal the outputs of `esm` 3.4.1 (`esm/models/esm3.py`), which computes one protein at a time.
 `tests/parity/test_esm3.py` compares the outputs. `esmshard.batch` explains the letters of tensor names.
 
-In geometric attention, residues attend to each other by the positions and directions of their backbones. The atoms N,
-CA and C define the frame (coordinate system) of a residue. Each head rotates a query vector and a key vector by
-the frames of two residues. Attention increases with the dot product of the two vectors. The head also puts a query
-point and a key point into the two frames. Attention decreases with the distance of the points. The weighted sum of
-value vectors is rotated back into the frame of the query's residue. The reference is the class
-`GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`.
+In geometric attention (`GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`), residues attend to each
+other by the positions and directions of their backbones. The atoms N, CA and C define a residue's frame (coordinate
+system). Each head rotates query and key vectors by the frames of their residues. Attention increases with their dot
+product. The head also places a query point and a key point in the two frames. Attention decreases with their distance.
+The weighted sum of value vectors is rotated back into the frame of the query's residue.
 
-`transformers` has no ESM3. Only esmshard can read the directories that it writes, which have the authors' names of
-tensors and a `config.json` with the `model_type` `esm3`. `ESM3_FILE` writes a file for the authors' code.
+`transformers` has no ESM3, so only esmshard reads the directories that it writes. They have the authors' tensor names.
+`ESM3_FILE` writes a file for the authors' code.
 """
 
 import re
@@ -49,23 +48,22 @@ from esmshard.model.trunk import embedding
 from esmshard.vocab import CLS, EOS, PAD, SEPARATOR, Track
 
 STRUCTURE_TOKENS = 4096
-"""Number of structure tokens. A structure token is a code for the structure around a residue."""
+"""The number of structure tokens. A structure token is a code for the structure around a residue."""
 STRUCTURE_MASK = STRUCTURE_TOKENS
-"""The structure token of a residue whose structure is unknown."""
+"""The structure token of a residue without a known structure."""
 STRUCTURE_SPECIAL = {token: STRUCTURE_MASK + 1 + n for n, token in enumerate((EOS, CLS, PAD, SEPARATOR))}
-"""The structure token that belongs to each special token of the sequence, such as `<cls>`."""
+"""The structure token for each special token of the sequence, such as `<cls>`."""
 TABLES = {
     "structure_tokens_embed": STRUCTURE_TOKENS + 5,
     "ss8_embed": 8 + 3,
     "sasa_embed": 16 + 3,
     "residue_embed": 1478,
 }
-"""Number of rows of the embedding tables of all inputs except sequence and functions, by the authors' names."""
+"""The number of rows in each embedding table except sequence and functions, by the authors' names."""
 FUNCTIONS, FUNCTION_ROWS = 8, 260
-"""Number of embedding tables for function tokens, and number of rows of a table. Tables have 1/8 of the model's width.
-"""
+"""The number of embedding tables for function tokens, each with 1/8 of the model's width, and the rows per table."""
 PLDDT_BINS = 16
-"""Number of radial basis functions that describe a pLDDT (the confidence of a predicted structure)."""
+"""The number of radial basis functions that describe a pLDDT (the confidence of a predicted structure)."""
 HEADS = {
     "structure_head": STRUCTURE_TOKENS,
     "ss8_head": TABLES["ss8_embed"],
@@ -73,19 +71,19 @@ HEADS = {
     "function_head": FUNCTIONS * FUNCTION_ROWS,
     "residue_head": TABLES["residue_embed"],
 }
-"""Number of columns of each output head except the LM head of the sequence, by the authors' names."""
+"""The width of each output head except the LM head of the sequence, by the authors' names."""
 COORDINATES, STRUCTURE = "coordinates", "structure_tokens"
 """The names of the two tracks that ESM3 models read."""
 FARTHEST = 1e6
 """Coordinates from this number of Ångström on count as unknown, as in the authors' code."""
 AT_ONCE = 2**21
-"""Maximum number of entries, pairs of residues times heads, of a matrix in geometric attention: 8 MiB in fp32."""
+"""The maximum number of entries (residue pairs times heads) in a matrix of geometric attention: 8 MiB in fp32."""
 _SOFTNESS = 3**-0.5
 NEIGHBOURS = 16
 FARTHEST_POSITION = 32
-"""Maximum distance in the sequence between two residues in the encoder. Larger distances count as this number."""
+"""The encoder's maximum distance between two residues in the sequence. Larger distances count as this number."""
 RESIDUES_AT_ONCE = 256
-"""Number of residues that the encoder computes at once: 128 MiB for the widest matrix of the released encoder."""
+"""The number of residues that the encoder computes at once: 128 MiB for the released encoder's widest matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,24 +93,20 @@ class Esm3Config(EsmcConfig):
     family: ClassVar[str] = "esm3"
 
     v_heads: int
-    """Number of heads of the geometric attention in the first block."""
+    """The number of heads in geometric attention."""
 
     def kept_with(self, track: str) -> int:
-        """For the track `coordinates`, return how many numbers per token geometric attention keeps for the backward
-        pass: the input before and after the norm, the vectors, and the input of the last matrix.
-        """
+        # Geometric attention saves its input before and after the norm, the vectors, and the input of the last matrix.
         return 2 * self.dim + 18 * self.v_heads if track == COORDINATES else 0
 
 
 def frames(coordinates_T33: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the frames of residues: rotations [T, 3, 3], origins [T, 3] in Ångström, and a mask [T] of known frames.
 
-    The first axis points from C to CA. The second axis lies in the plane of the three atoms on the side of N. CA is the
-    origin. Unknown rotations and origins are 0. The authors' code gives unknown residues a mean frame. The outputs are
-    the same, because unknown residues neither attend nor are attended to.
-
-    Args:
-        coordinates_T33: N, CA and C of each residue in Ångström; NaN for unknown coordinates.
+    The coordinates are N, CA and C of each residue in Ångström. The first axis points from C to CA. The second axis
+    lies in the plane of the three atoms on the side of N. CA is the origin. Unknown rotations and origins are 0. The
+    authors' code uses a mean frame for unknown residues, with the same outputs, because no attention includes these
+    residues.
     """
     known_T = (coordinates_T33.abs() < FARTHEST).flatten(1).all(1)
     n_T3, ca_T3, c_T3 = coordinates_T33.float().masked_fill(~known_T[:, None, None], 0.0).unbind(1)
@@ -128,9 +122,8 @@ def _of_length_1(x_T3: torch.Tensor) -> torch.Tensor:
 
 
 class GeometricAttention(nn.Module):
-    """Geometric attention between the residues of each sequence, with the authors' names of parameters.
-
-    With `bias=False`, the output of a residue without coordinates is exactly 0. No residue attends to such a residue.
+    """Computes geometric attention between the residues of each sequence, with the authors' parameter names. With
+    `bias=False`, the output for a residue without coordinates is exactly 0.
     """
 
     def __init__(self, dim: int, v_heads: int, *, bias: bool = False) -> None:
@@ -145,14 +138,14 @@ class GeometricAttention(nn.Module):
         """Map x [T, D] to [T, D].
 
         Args:
-            x_TD: the vectors of all tokens, sequence after sequence.
-            coordinates_T33: N, CA and C in Ångström, in fp32; NaN for unknown coordinates.
-            counts: the number of tokens of each sequence. Tokens attend only to tokens of the same sequence.
+            x_TD: the vectors of all tokens.
+            coordinates_T33: N, CA and C in Ångström, fp32; NaN for unknown coordinates.
+            counts: the number of tokens in each sequence. Tokens attend only to tokens in the same sequence.
         """
         vectors_T5H3 = self.proj(self.s_norm(x_TD)).view(len(x_TD), 5, -1, 3)
         rotation_T33, origin_T3, known_T = frames(coordinates_T33)
-        # Autograd would keep several L x L matrices for each head: for 1,024 residues and 256 heads, 1 GiB each.
-        # So the backward pass computes each part again.
+        # The backward pass computes each part again, because autograd would save several L x L matrices for each head:
+        # 1 GiB each for 1,024 residues and 256 heads.
         gather: Callable[..., torch.Tensor] = _gathered
         if torch.is_grad_enabled():
             gather = partial(checkpoint, _gathered, use_reentrant=False, preserve_rng_state=False)
@@ -183,8 +176,8 @@ def _gathered(
     known_L: torch.Tensor,
     queries: slice,
 ) -> torch.Tensor:
-    """Return the attention output [P, H, 3] of the P residues `queries` of one sequence for H heads. Each vector is in
-    the frame of its residue. If no residue of the sequence has coordinates, all attention weights are equal.
+    """Return the attention output [P, H, 3] for the P residues `queries` of one sequence and H heads. Each vector is in
+    the frame of its residue.
     """
     turned_LN3 = vectors_L5H3.flatten(1, 2).float() @ rotation_L33.mT
     q_HL3, k_HL3, v_HL3, far_q_HL3, far_k_HL3 = turned_LN3.view(vectors_L5H3.shape).permute(1, 2, 0, 3).unbind(0)
@@ -199,8 +192,8 @@ def _gathered(
 
 
 class OtherTracks(nn.Module):
-    """The embeddings of structure tokens, pLDDT, secondary structure, accessibility, functions and annotations, with
-    the authors' names of parameters. All inputs except structure tokens are always unknown.
+    """Embeds structure tokens, pLDDT, secondary structure, accessibility, functions and annotations, with the authors'
+    parameter names. All inputs except structure tokens are always unknown.
     """
 
     def __init__(self, dim: int) -> None:
@@ -211,16 +204,13 @@ class OtherTracks(nn.Module):
         self.ss8_embed = embedding(TABLES["ss8_embed"], dim)
         self.sasa_embed = embedding(TABLES["sasa_embed"], dim)
         self.function_embed = nn.ModuleList(embedding(FUNCTION_ROWS, dim // FUNCTIONS) for _ in range(FUNCTIONS))
-        # A residue without annotations gets the sum over no rows, which is 0.
+        # `forward` does not use this table: the embedding of no annotations is 0.
         self.residue_embed = embedding(TABLES["residue_embed"], dim)
 
     def forward(self, tokens_T: torch.Tensor, structure_T: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of these embeddings, [T, D]. As in the authors' code, the average pLDDT is 1, the pLDDT of
-        each residue is 0, and all other inputs except structure tokens are padding.
-
-        Args:
-            tokens_T: the tokens of the sequence.
-            structure_T: int64 [T], the structure tokens; None if all are unknown.
+        """Return the sum of all embeddings, [T, D]. `structure_T` has the structure tokens, int64 [T]; None if all are
+        unknown. As in the authors' code, the average pLDDT is 1, each residue's pLDDT is 0, and all other inputs are
+        padding.
         """
         if structure_T is None:
             structure_T = torch.full_like(tokens_T, STRUCTURE_MASK)
@@ -233,25 +223,24 @@ class OtherTracks(nn.Module):
             residue_plddt_B
         )
         constant_D = constant_D + self.ss8_embed.weight[0] + self.sasa_embed.weight[0]
-        # If ranks divide the layers, the weight is a plain tensor, which `get_parameter` of torch 2.11 refuses.
+        # torch 2.11's `get_parameter` fails here if ranks divide the layers, because the weight is a plain tensor.
         functions_D = torch.cat([table.weight[0] for table in self.function_embed])  # type: ignore[index,misc]
         return x_TD + (constant_D + functions_D)
 
 
 def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Return the values of B Gaussians of width 1/B at a number from 0 to 1, [B] in the type of `like`."""
+    """Return the values of B Gaussians with width 1/B at a number from 0 to 1, [B] in the type of `like`."""
     centres_B = torch.linspace(0.0, 1.0, PLDDT_BINS, device=like.device)
     return torch.exp(-(((value - centres_B) * PLDDT_BINS) ** 2)).to(like.dtype)
 
 
 class ESM3(ESMC):
-    """The ESM3 model with the LM head of the sequence. The class also has all other parameters of the released file, so
-    that esmshard can write the whole file.
+    """The ESM3 model with the LM head of the sequence. The class also has the released file's other parameters, so that
+    esmshard can write a complete file.
 
-    If batches have coordinates, geometric attention learns. If batches have structure tokens, their embedding learns.
-    All other parameters in `never_learns` are frozen. Most of these parameters change no output. The embeddings of
-    unknown inputs change outputs, but the token embedding can learn the same change. In each embedding of an unknown
-    input, only one row would get a gradient, and weight decay would shrink all other rows.
+    Geometric attention is trained if batches have coordinates, and the embedding of structure tokens if batches have
+    structure tokens. The other parameters in `never_learns` are frozen. Most of them change no output. In the embedding
+    of an unknown input, only one row would get a gradient, and weight decay would shrink all other rows.
     """
 
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.", "geom_attn.", "other_tracks.", "other_heads.")
@@ -264,19 +253,18 @@ class ESM3(ESMC):
         d = config.dim
         super().__init__(config)
         self.other_tracks = OtherTracks(d)
-        # The first block uses this module, but does not contain it, because sharding and offload need equal blocks.
+        # This module is not inside the first block, because sharding and offload need equal blocks.
         self.geom_attn = GeometricAttention(d, config.v_heads)
         self.other_heads = nn.ModuleDict({name: UntiedLMHead(d, rows) for name, rows in HEADS.items()})
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Compute the sum of the embeddings of the sequence and of all other inputs, [T, D]."""
         return super().embed(batch) + self.other_tracks(batch.tokens_T, batch.tracks.get(STRUCTURE))  # type: ignore[no-any-return]
 
     def run_block(
         self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
     ) -> torch.Tensor:
-        """Apply block `index` to x [T, D]. The first block has geometric attention if the batch has the track
-        `coordinates`, even with unknown values only. So all ranks have gradients of the same parameters.
+        """Apply block `index` to x [T, D]. In the first block, compute geometric attention if the batch has the track
+        `coordinates`, even if all values are unknown. So all ranks have gradients for the same parameters.
         """
         if index or COORDINATES not in batch.tracks:
             return super().run_block(index, x_TD, batch, on_attention)
@@ -288,7 +276,7 @@ class ESM3(ESMC):
 
 
 class _EncoderBlock(nn.Module):
-    """A block of the encoder: geometric attention and a gated part, with the authors' names of parameters."""
+    """A block of the encoder: geometric attention and a gated part, with the authors' parameter names."""
 
     def __init__(self, dim: int, v_heads: int, ffn_width: int) -> None:
         super().__init__()
@@ -303,7 +291,9 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder of structure tokens, without parts for its training. `codes` is number C and width Z of codes."""
+    """The encoder of structure tokens, without the parts for its training. `codes` is the number C and width Z of
+    codes.
+    """
 
     codes_CZ: torch.Tensor
 
@@ -315,19 +305,15 @@ class StructureEncoder(nn.Module):
         self.register_buffer("codes_CZ", torch.zeros(codes))
 
     def forward(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
-        """Return the structure tokens of one protein, int64 [L]. As in the authors' code, all residues without
-        coordinates get the same token.
-
-        Args:
-            coordinates_L33: N, CA and C of each residue in Ångström; NaN for unknown coordinates.
+        """Return the structure tokens of one protein, int64 [L], from N, CA and C of each residue in Ångström. As in
+        the authors' code, all residues without coordinates (NaN) get the same token.
         """
         z_LZ = self.described(coordinates_L33)
-        # The squared distance without |z|^2, which is the same for all codes.
+        # The squared distance between z and each code, without |z|^2, which is the same for all codes.
         return (self.codes_CZ.square().sum(1) - 2 * z_LZ @ self.codes_CZ.t()).argmin(1)
 
     def described(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
-        """Return a vector for each residue, [L, Z]. The code nearest to this vector becomes the structure token."""
-        # Residues without coordinates are never neighbours of other residues.
+        """Return a vector for each residue, [L, Z]. The nearest code is the structure token."""
         place_N = frames(coordinates_L33)[2].nonzero().flatten()
         known_N33 = coordinates_L33[place_N].to(self.codes_CZ.dtype)
         x_LD = self.codes_CZ.new_zeros(len(coordinates_L33), self.positions.embedding_dim)
@@ -337,10 +323,10 @@ class StructureEncoder(nn.Module):
         return self.pre_vq_proj(x_LD)  # type: ignore[no-any-return]
 
     def _surroundings(self, part_P: torch.Tensor, known_N33: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-        """Return vectors [P, D] that describe the neighbourhoods of the residues `part_P`, all with coordinates."""
+        """Return vectors [P, D] that describe the neighbourhoods of P residues with coordinates."""
         ca_N3 = known_N33[:, 1]
         apart_PN = torch.cdist(ca_N3[part_P], ca_N3, compute_mode="donot_use_mm_for_euclid_dist")
-        # The residue itself comes first among its neighbours.
+        # The distance -1 makes each residue its first neighbour.
         apart_PN[torch.arange(len(part_P), device=part_P.device), part_P] = -1
         neighbour_PE = apart_PN.topk(min(NEIGHBOURS, len(ca_N3)), largest=False).indices
         offset_PE = place_N[neighbour_PE] - place_N[part_P, None]
@@ -351,7 +337,7 @@ class StructureEncoder(nn.Module):
         for n, block in enumerate(self.blocks):
             assert isinstance(block, _EncoderBlock)
             x_TD = x_TD + block.geom_attn(x_TD, coordinates_T33, counts)
-            if n + 1 == len(self.blocks):  # The end of the last block needs only the residue itself, no neighbours.
+            if n + 1 == len(self.blocks):  # The output needs only the residues, no neighbours.
                 x_TD = x_TD[:: counts[0]]
             x_TD = x_TD + block.ffn(x_TD)
         return x_TD
@@ -359,7 +345,7 @@ class StructureEncoder(nn.Module):
 
 @lru_cache(maxsize=1)
 def read_encoder(path: Path) -> StructureEncoder:
-    """Read the file `esm3_structure_encoder_v0.pth`, and cache the encoder. Raises `InputError` for another file."""
+    """Read the file `esm3_structure_encoder_v0.pth`. Raises `InputError` for another file."""
     tensors = {
         re.sub(r"^relative_positional_embedding\.embedding\.", "positions.", name)
         .replace("transformer.blocks.", "blocks.")
@@ -390,7 +376,7 @@ def structure_tokens(
     """Compute the structure tokens of one protein, int64 [L], each below 4,096. `path` is the authors' encoder file.
 
     `coordinates` [L, 3, 3] has N, CA and C of each residue in Ångström, and NaN for unknown coordinates. Residues
-    without coordinates must have rows, too, because the index of a row is the position in the sequence.
+    without coordinates need rows, too, because the row is the position in the sequence.
     """
     coordinates_L33 = torch.from_numpy(coordinates).float().to(device)
     with torch.no_grad():
@@ -427,17 +413,17 @@ model.load_state_dict(state)""",
     code="[esm](https://github.com/Biohub/esm)",
     lacks=("head.", "contact_head."),
 )
-"""The format of the `.pth` file in which ESM3-open was published. It has tensors and no configuration."""
+"""The published `.pth` file of ESM3-open, which has tensors and no configuration."""
 
 
 class Esm3Family(Family):
-    """The model family with all ESM3 models."""
+    """All ESM3 models."""
 
     title = "ESM3"
     config = Esm3Config
     trunk = ESM3
     sizes: ClassVar[Mapping[str, ModelConfig]] = {
-        # For tests; no released model has these names. Their heads have width 64, which the authors' files require.
+        # For tests; no released model has these names. Heads have width 64, which the authors' files require.
         "esm3_nano": Esm3Config(n_layers=2, dim=128, n_heads=2, v_heads=8),
         "esm3_mini": Esm3Config(n_layers=6, dim=192, n_heads=3, v_heads=16),
         "esm3_sm_open_v1": Esm3Config(n_layers=48, dim=1536, n_heads=24, v_heads=256),
@@ -471,7 +457,7 @@ class Esm3Family(Family):
     )
 
     def initial(self, config: Esm3Config, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make the initial tensor `name` of a new model: 0 for scales of geometric attention, else as in `Family`."""
+        """Make an initial tensor: 0 for scales in geometric attention, all others as in `Family`."""
         if name.endswith("_scale_per_head"):
             return torch.zeros(shape)
         return super().initial(config, name, shape, generator)
@@ -490,7 +476,7 @@ class Esm3Family(Family):
         if _TABLE not in data:
             return None
         if missing := [key for key in (_TABLE, _SCALE) if not isinstance(data.get(key), torch.Tensor)]:
-            raise ValueError(f"it has no {missing[0]}, which an ESM3 has")
+            raise ValueError(f"{missing[0]} of ESM3 is missing")
         sizes = authors_sizes(data, _TABLE, data[_TABLE].shape)
         config = Esm3Config(**sizes, v_heads=data[_SCALE].numel())
         return Opened(config, self.tensors(weight_reader.tensors(data), config), (path,))

@@ -1,13 +1,12 @@
-"""The model family ESM-C (ESM Cambrian) over packed sequences, its file formats, and the base classes of ESM3 and
-AMPLIFY. All have blocks with a gated feed-forward part and without biases.
+"""Defines the model family ESM-C (ESM Cambrian) over packed sequences, its file formats, and the base classes of ESM3
+and AMPLIFY.
 
 All outputs must equal the outputs of `transformers` 5.23 (`models/esmc/modeling_esmc.py`). `tests/parity/` compares
 the outputs. `esmshard.batch` explains the letters of tensor names.
 
-Four file layouts have the same tensors. `transformers` from 5.16 on writes each tensor of esmshard by itself. The
-authors' files join the matrices of queries, keys and values in one tensor, and gate and up in another. Files of 2026-05
-and of 2024-12 have different names. ESM++ files have the names of 2024-12. `EsmcFamily.pieces` reads all four layouts.
-esmshard writes only the layout of `transformers`, which the authors' code can read from version 3.4 on.
+`EsmcFamily.pieces` reads four file layouts: `transformers` from 5.16 on, the authors' files of 2024-12 and of 2026-05,
+and ESM++, which uses the names of 2024-12. The authors' files join queries, keys and values in one tensor, and gate and
+up in another tensor. esmshard writes the layout of `transformers`, which the authors' code reads from version 3.4 on.
 """
 
 import re
@@ -26,54 +25,42 @@ from esmshard.io.paths import replace_json
 from esmshard.model import weight_reader
 from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import Matrix, ModelConfig
-from esmshard.model.families.family import (
-    SIZES_OF_TRANSFORMERS,
-    Family,
-    Names,
-    Opened,
-    Piece,
-    Released,
-    check_settings,
-    renamed,
-)
+from esmshard.model.families.family import SIZE_KEYS, Family, Names, Opened, Piece, Released, check_settings, renamed
 from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import CLS, EOS, MASK, PAD, SEPARATOR, TOKENS, UNK
 
 ROWS = 64
-"""Number of rows of the embedding, and number of logits, in ESM-C and ESM3. Only the first 33 rows are tokens."""
+"""The number of embedding rows and of logits in ESM-C and ESM3. Only the first 33 rows are tokens."""
 
 HEAD = 64
-"""Width of an attention head in every published ESM-C and ESM3. The shapes of tensors do not reveal this number."""
+"""The width of an attention head in every published ESM-C and ESM3, which tensor shapes do not reveal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EsmcConfig(ModelConfig):
-    """The architecture of an ESM-C model. All ESM-C models have the same vocabulary, a LayerNorm for queries and keys,
-    rotary positions of base 10000, and eps 1e-5. Subclasses for other model families override what differs.
-    """
+    """The architecture of an ESM-C model."""
 
     family: ClassVar[str] = "esmc"
     gated: ClassVar[bool] = True
     qk_norm: ClassVar[bool] = True
     chain_break: ClassVar[bool] = True
-    """True, because ESM-C has a chain-break token `|`, although ESM-C was never trained on it (Biohub/esm#166)."""
+    """ESM-C has a chain-break token `|`, but was never trained on it (Biohub/esm#166)."""
 
     ffn: int | None = None
-    """Width of the feed-forward part; None for the formula of released models (`ffn_width`)."""
+    """The width of the feed-forward part; None for the formula of released models (`ffn_width`)."""
 
     @property
     def n_logits(self) -> int:
-        """Number of rows of the embedding table. Each row has a logit, as in the authors' loss."""
         return ROWS
 
     @property
     def ffn_width(self) -> int:
-        """Rows of the matrices gate and up; in released models 8/3 of the width D, rounded up to a multiple of 256."""
+        """The width F; in released models 8/3 of the width D, rounded up to a multiple of 256."""
         return (8 * self.dim // 3 + 255) // 256 * 256 if self.ffn is None else self.ffn
 
     @property
     def branch_scale(self) -> float:
-        """The factor by which a block multiplies the outputs of attention and feed-forward part: sqrt(36 / layers)."""
+        """The factor sqrt(36 / layers) for the outputs of attention and feed-forward part in each block."""
         return float((36 / self.n_layers) ** 0.5)
 
     @property
@@ -84,8 +71,8 @@ class EsmcConfig(ModelConfig):
 
 
 def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [T, F]. Only gate and up are kept for the backward pass."""
-    if torch.compiler.is_compiling():  # The compiler itself chooses what to keep for the backward pass.
+    """Return silu(gate) * up, [T, F], and save only gate and up for the backward pass."""
+    if torch.compiler.is_compiling():  # The compiler chooses what to save for the backward pass.
         return F.silu(gate_TF) * up_TF
     if not torch.is_grad_enabled():
         return F.silu(gate_TF, inplace=True).mul_(up_TF)
@@ -94,7 +81,7 @@ def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """The product silu(gate) * up. Plain autograd would also keep silu(gate), a third of the feed-forward memory."""
+    """Computes silu(gate) * up. Plain autograd would also save silu(gate), a third of the feed-forward memory."""
 
     @staticmethod
     def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
@@ -110,10 +97,8 @@ class _Gated(torch.autograd.Function):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32.
-
-    On a GPU, torch computes this formula in one kernel. On other devices, torch would use several operations and keep
-    two more vectors for the backward pass, so the class `_RMSNorm` replaces torch's operations.
+    """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32. torch has one kernel for a GPU. On other
+    devices, `_RMSNorm` saves two vectors less for the backward pass than torch's operations.
     """
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -126,8 +111,6 @@ class RMSNorm(nn.RMSNorm):
 
 
 class _RMSNorm(torch.autograd.Function):
-    """The computation of `RMSNorm`. Only input, weight and scale are kept for the backward pass."""
-
     @staticmethod
     def forward(ctx: Any, x_TD: torch.Tensor, weight_D: torch.Tensor, eps: float) -> torch.Tensor:
         dtype = torch.promote_types(x_TD.dtype, torch.float32)
@@ -149,9 +132,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class GatedLayer(TrunkBlock):
-    """A block of rotary attention and a gated feed-forward part (SwiGLU), with a norm before each of the two.
-
-    The function `norm` makes a norm for a width. `RotaryEmbedding` explains the argument `interleaved`.
+    """A block of rotary attention and a gated feed-forward part (SwiGLU), with a norm before each part. The function
+    `norm` makes a norm for a width. `RotaryEmbedding` explains `interleaved`.
     """
 
     def __init__(self, config: EsmcConfig, norm: Callable[[int], nn.Module], interleaved: bool) -> None:
@@ -161,7 +143,6 @@ class GatedLayer(TrunkBlock):
         self.self_attn_layer_norm = norm(d)
         self.self_attn = SelfAttention(d, config.n_heads, interleaved=interleaved, bias=False, qk_norm=config.qk_norm)
         self.final_layer_norm = norm(d)
-        # Two products are as fast as one joined product, because each is wide enough for all cores.
         self.gate = nn.Linear(d, f, bias=False)
         self.up = nn.Linear(d, f, bias=False)
         self.down = nn.Linear(f, d, bias=False)
@@ -186,7 +167,7 @@ class GatedLayer(TrunkBlock):
 
 
 class UntiedLMHead(nn.Module):
-    """A masked-language-model head with a matrix of its own, not the matrix of the embedding."""
+    """An LM head that does not share its matrix with the embedding."""
 
     def __init__(self, dim: int, n_logits: int) -> None:
         super().__init__()
@@ -200,9 +181,7 @@ class UntiedLMHead(nn.Module):
 
 
 class ESMC(Trunk):
-    """The ESM-C language model: token embedding, gated blocks, a norm, LM head and contact regression. No released file
-    has a contact regression. The class `GatedLayer` explains the arguments `norm` and `interleaved`.
-    """
+    """The ESM-C language model. `GatedLayer` explains the arguments. No released file has a contact regression."""
 
     config: EsmcConfig
 
@@ -218,7 +197,6 @@ class ESMC(Trunk):
         self.lm_head: nn.Module = UntiedLMHead(config.dim, ROWS)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
-        """Look up the token embeddings [T, D]. `<mask>` has a learned embedding."""
         return self.embed_tokens(batch.tokens_T)  # type: ignore[no-any-return]
 
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -240,17 +218,16 @@ AUTHORS = Names(
     },
     others={"layer_norm_after.": "transformer.norm."},
 )
-"""The names of tensors in the authors' files of ESM3, and in the authors' files of ESM-C from 2024-12."""
+"""The tensor names in the authors' files of ESM3, and of ESM-C from 2024-12."""
 
 LM_HEAD = {"0": "dense", "2": "layer_norm", "3": "decoder"}
-"""esmshard's names of the layers of an LM head, by the index of the layer in the authors' `nn.Sequential`."""
+"""The index of each LM-head layer in the authors' `nn.Sequential`, mapped to esmshard's name."""
 
 JOINED = {
     "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "ffn.1.weight": ("gate.weight", "up.weight"),
 }
-"""The names of joined tensors in files, mapped to esmshard's names of the tensors that are joined along the rows. All
-tensors that are joined in one tensor have equally many rows."""
+"""The names of joined tensors in files, mapped to esmshard's tensors with equally many rows each."""
 
 _OF_2026 = {
     "layernorm_qkv.layer_norm_": "layernorm_qkv.0.",
@@ -259,11 +236,11 @@ _OF_2026 = {
     "ffn.fc1_weight": "ffn.1.weight",
     "ffn.fc2_weight": "ffn.3.weight",
 }
-"""Parts of the names of tensors in files of 2026-05, mapped to the matching parts in files of 2024-12."""
+"""Parts of tensor names in files of 2026-05, mapped to the same parts in files of 2024-12."""
 
 
 def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
-    """Return which of esmshard's tensors the authors' files store under this key, as in `Family.pieces`."""
+    """Return esmshard's tensors under this key of the authors' files, as in `Family.pieces`."""
     for new, old in _OF_2026.items():
         key = key.replace(new, old)
     match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)
@@ -277,23 +254,19 @@ def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tupl
 
 
 def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict[str, Any]:
-    """Return number of layers, width and number of heads of a published model. `keys` are the keys of the model's file.
-    `table` and `shape` are key and shape of the token embedding. Raises `ValueError` for an unexpected shape.
+    """Return a published model's number of layers, width and number of heads from the keys of its file. `table` and
+    `shape` are the key and shape of the token embedding. Raises `ValueError` for an unexpected shape.
     """
     if len(shape) != 2 or shape[0] != ROWS or shape[1] % HEAD:
-        raise ValueError(f"its {table} is {list(shape)}, and {ROWS} rows of a multiple of {HEAD} are expected")
+        raise ValueError(f"{table} is {list(shape)} and must have {ROWS} rows and a multiple of {HEAD} columns")
     layers = {int(match[1]) for key in keys if (match := re.match(r"transformer\.blocks\.(\d{1,6})\.", key))}
     return {"n_layers": max(layers, default=0) + 1, "dim": shape[1], "n_heads": shape[1] // HEAD}
 
 
 def write_tokenizer(directory: Path, vocabulary: Sequence[str], roles: Mapping[str, str], name: str) -> None:
-    """Write the files of a tokenizer for `transformers.AutoTokenizer`. Each letter is a token.
-
-    Args:
-        directory: an existing directory.
-        vocabulary: the tokens in the order of their rows.
-        roles: the special tokens, by their names in `transformers`. The tokenizer adds `bos` and `eos` to a sequence.
-        name: the name of the tokenizer's class.
+    """Write a tokenizer of single letters for `transformers.AutoTokenizer` to an existing directory. `roles` has the
+    special tokens by their names in `transformers`. The tokenizer adds `bos` and `eos`. `name` is the tokenizer's
+    class.
     """
     rows = {token: n for n, token in enumerate(vocabulary)}
     special = sorted(set(roles.values()), key=rows.__getitem__)
@@ -319,7 +292,7 @@ _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 
 class EsmcFamily(Family):
-    """The model family with all ESM-C models."""
+    """All ESM-C models."""
 
     title = "ESM-C"
     config = EsmcConfig
@@ -357,7 +330,7 @@ class EsmcFamily(Family):
 
     def pieces(self, key: str, config: EsmcConfig) -> tuple[Piece, ...]:
         bare = re.sub(r"^esmc\.", "", key)
-        # The key is an empty entry of TransformerEngine, or a buffer of `transformers` that is not needed.
+        # TransformerEngine writes empty `_extra_state` entries, and `transformers` a buffer that is not needed.
         if bare.endswith("._extra_state") or bare == "rotary_emb.original_inv_freq":
             return ()
         if bare == "rotary_emb.inv_freq":  # All layers share one table of rotary frequencies.
@@ -372,13 +345,13 @@ class EsmcFamily(Family):
         return (Piece(key if name.startswith("esmc.") else name),)
 
     def read_config(self, raw: Mapping[str, Any]) -> EsmcConfig:
-        """Return the architecture from a `config.json` of `transformers`, of ESM++, or of the authors of 2026-05."""
+        """Read a `config.json` from `transformers`, from ESM++, or from the authors in 2026-05."""
         false = ("attention_bias", "mlp_bias", "tie_word_embeddings")
         check_settings(raw, {"vocab_size": ROWS, "hidden_act": "silu", **dict.fromkeys(false, False)})
         if isinstance(rope := raw.get("rope_parameters"), dict):
             check_settings(rope, {"rope_type": "default", "rope_theta": 10000.0}, "rope_parameters.")
         authors_names = {"n_layers": "n_layers", "dim": "d_model", "n_heads": "n_heads"}
-        config = EsmcConfig(**renamed(raw, authors_names if "d_model" in raw else SIZES_OF_TRANSFORMERS))
+        config = EsmcConfig(**renamed(raw, authors_names if "d_model" in raw else SIZE_KEYS))
         width = raw.get("intermediate_size")
         return config if width in (None, config.ffn_width) else replace(config, ffn=width)
 
@@ -412,7 +385,7 @@ class EsmcFamily(Family):
         write_tokenizer(directory, names, {role: names[n] for role, n in roles.items()}, "EsmcTokenizer")
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Return the model in a `.pth` file of 2024-12; None for other files. The tensors' shapes give the sizes."""
+        """Read a `.pth` file of 2024-12. The tensors' shapes give the sizes."""
         table = data.get("embed.weight")
         if table is None or not any(str(key).startswith("transformer.blocks.") for key in data):
             return None

@@ -1,4 +1,4 @@
-"""Defines `Family`, which tells the rest of the package all about one model family, such as ESM-2 or ESM-C."""
+"""Defines `Family`, the description of a model family such as ESM-2 or ESM-C."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ Encoder = Callable[[Path, npt.NDArray[np.float32], torch.device], npt.NDArray[np
 
 @dataclass(frozen=True)
 class Released:
-    """A released model: the repository, licence, copyright holder and publication of the model."""
+    """A released model."""
 
     repository: str
     """The repository on the Hugging Face hub, as OWNER/NAME."""
     licence: str
     """The licence of the weights: its SPDX name in lower case, as on the hub."""
     holder: str
-    """The holder of the copyright of the weights."""
+    """The holder of the copyright."""
     paper: str
-    """The publication about the model: authors, year, journal and DOI or address."""
+    """The publication: authors, year, journal and DOI or address."""
 
 
 class Piece(NamedTuple):
-    """One of esmshard's tensors, and the rows of this tensor in a tensor of a file. By default, all rows."""
+    """A tensor of esmshard, and its rows in a tensor of a file, by default all rows."""
 
     name: str
-    """esmshard's name of the tensor."""
     rows: slice = slice(None)
 
 
 @dataclass(frozen=True)
 class Names:
-    """Translates between esmshard's names of tensors ("our names") and the names in one layout of files."""
+    """Translates between esmshard's tensor names ("our names") and the names in a file layout ("their names")."""
 
     block: str
-    """The text before the number of a block in the names of files. In esmshard's names, this text is `layers.`."""
+    """The prefix of a block's number in files. In esmshard's names, the prefix is `layers.`."""
     in_block: Mapping[str, str]
-    """esmshard's names of the modules of a block, mapped to the names in files."""
+    """The modules of a block: esmshard's names mapped to the names in files."""
     others: Mapping[str, str]
-    """For tensors outside blocks, esmshard's prefixes mapped to the prefixes in files. The first match counts."""
+    """The prefixes of all other tensors: esmshard's prefixes mapped to the prefixes in files. The first match
+    counts."""
 
     def theirs(self, name: str) -> str | None:
-        """Return the name in files for esmshard's name of a tensor; None for a block's tensor that files lack."""
+        """Return the name in files for esmshard's name; None for a block's tensor that files lack."""
         if match := re.fullmatch(r"layers\.(\d+)\.(.+)\.(\w+)", name):
             module = self.in_block.get(match[2])
             return module and f"{self.block}{match[1]}.{module}.{match[3]}"
         return _moved(name, self.others)
 
     def ours(self, key: str) -> str:
-        """Return esmshard's name for the name of a tensor in a file. An unknown name is returned unchanged."""
+        """Return esmshard's name for a name in files. An unknown name is returned unchanged."""
         names = {theirs: ours for ours, theirs in self.in_block.items()}
         match = re.fullmatch(rf"{re.escape(self.block)}(\d+)\.(.+)\.(\w+)", key)
         if match and match[2] in names:
@@ -73,111 +73,109 @@ class Names:
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str:
-    """Replace the first matching prefix of a name. `prefixes` maps old prefixes to new prefixes."""
+    """Replace the first matching prefix. `prefixes` maps old to new prefixes."""
     old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
     return prefixes.get(old, "") + name.removeprefix(old)
 
 
 @dataclass(frozen=True)
 class AuthorsFile:
-    """A format of weight files for the code of a model's authors. `torch.save` writes the file."""
+    """A weight-file format, written by `torch.save`, for the code of a model's authors."""
 
     use: str
-    """Python code that loads the weight file, with the word FILE for the path. The model card shows this code."""
+    """Python code that loads the weight file FILE. The model card shows this code."""
     code: str
-    """Name and address of the authors' code in Markdown, for the model card."""
+    """The name and address of the authors' code in Markdown, for the model card."""
     lacks: tuple[str, ...] = ("head.",)
-    """Prefixes of the names of tensors that the file cannot contain."""
+    """Name prefixes of the tensors that the file cannot contain."""
     our_names: bool = False
-    """Whether the keys of the file are esmshard's names of tensors. Otherwise, the keys follow `Family.names`."""
+    """Whether the file has esmshard's tensor names. Otherwise, it has the names in `Family.names`."""
 
     def path(self, directory: Path, stem: str, config: Any) -> Path:
-        """Return the path in `directory` for the weight file of a model named `stem` with the architecture `config`."""
+        """Return the path in `directory` of a weight file for a model named `stem`."""
         return directory / f"{stem}.pth"
 
     def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write `tensors`, which are named by the keys of the file. Return the paths of all written files."""
+        """Write tensors with the file's names. Return the paths of all written files."""
         torch.save(tensors, file)
         return [file]
 
 
 class Corruption(NamedTuple):
-    """How pre-training changed the residues to predict. They became `<mask>`, except for the two shares below."""
+    """The changes to the residues that pre-training predicted. All other predicted residues became `<mask>`."""
 
     random: float
-    """Share of the residues to predict that became a random letter."""
+    """The share of the predicted residues that became a random letter."""
     unchanged: float
-    """Share of the residues to predict that kept their own letter."""
+    """The share of the predicted residues that did not change."""
     letters: int
-    """Number of letters from which a random letter was chosen. All letters were equally likely."""
+    """The number of equally likely letters for the random letter."""
 
 
 class Opened(NamedTuple):
-    """The architecture and tensors of a model that was opened from files for the authors' code or `transformers`."""
+    """A model from files for the authors' code or for `transformers`."""
 
     config: ModelConfig
     tensors: dict[str, WeightReader]
-    """The reader of each tensor, by esmshard's name of the tensor."""
+    """The reader of each tensor, by esmshard's name."""
     files: tuple[Path, ...]
-    """The paths of the files that contain the tensors of the model."""
 
 
 def is_computed(name: str) -> bool:
-    """Return whether a tensor (rotary frequencies) can be computed from the architecture. Files may lack the tensor."""
+    """Return whether a tensor is computed from the architecture, so that files may lack it (rotary frequencies)."""
     return name.endswith("inv_freq")
 
 
 class Family(ABC):
-    """A model family such as ESM-2 or ESM-C: architectures, files, initial values and publications.
-
-    The methods `read_*` raise `ValueError`, with the reason, if a model cannot be read.
+    """A model family: architectures, files, initial values and publications. The methods `read_*` raise `ValueError`,
+    with the reason, if a model cannot be read.
     """
 
     title: ClassVar[str]
     """The name of the model family in messages and documents."""
     config: ClassVar[type[ModelConfig]]
     trunk: ClassVar[type[Trunk]]
-    """The class of the models. The argument of this class is an architecture."""
+    """The class of the models. Its argument is an architecture."""
     sizes: ClassVar[Mapping[str, ModelConfig]]
-    """The architectures of the family by name, also of sizes without released weights."""
+    """The architectures by name, with and without released weights."""
     released: ClassVar[Mapping[str, Released]]
-    """The released models of the family by name. The field `sizes` has an architecture for each of these names."""
+    """The released models, by a name in `sizes`."""
     paper: ClassVar[str]
-    """The publication of the architecture, in the form of `Released.paper`."""
+    """The publication of the architecture: authors, year, journal and DOI or address."""
     window: ClassVar[int]
-    """Maximum number of residues of a sequence in training, if `ModelConfig.window` is None. Longer proteins are scored
-    and embedded in windows of this length."""
+    """The longest sequence in training, in residues, if `ModelConfig.window` is None. Longer proteins are scored and
+    embedded in windows of this length."""
     corruption: ClassVar[Corruption | None] = None
-    """How pre-training changed residues. These numbers make it possible to estimate masked probabilities without masks.
-    None if the numbers are unknown, or if all residues to predict became `<mask>`."""
+    """The changes in pre-training, for estimates of masked probabilities without masks. None if they are unknown, or if
+    all predicted residues became `<mask>`."""
     tracks: ClassVar[tuple[Track, ...]] = ()
-    """The tracks (`Track`) that models of this family can read in addition to the amino acids."""
+    """The tracks that models of this family can read in addition to the amino acids."""
     encoders: ClassVar[Mapping[str, Encoder]] = {}
-    """The functions that compute the codes of a track from coordinates, by the name of the track."""
+    """By track name, the functions that compute codes from coordinates."""
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {}
-    """The file formats for the authors' code that esmshard writes, by the value of the option `consolidate --to`."""
+    """The file formats for the authors' code, by the value of the option `consolidate --to`."""
 
     # The following fields describe directories in the layout of `transformers`.
     model_types: ClassVar[tuple[str, ...]]
-    """The values of `model_type` in the `config.json` files of this family."""
+    """The values of `model_type` in `config.json`."""
     vocab_size: ClassVar[int | None] = None
     """The value of `vocab_size` in `config.json`, if other families have the same `model_type`; otherwise None."""
     names: ClassVar[Names]
-    """The names of tensors in the directories that esmshard writes."""
+    """The tensor names in the directories that esmshard writes."""
     prefix: ClassVar[str] = ""
-    """The prefix of the keys of the trunk, such as `esm.`. Files of a model without LM head do not have this prefix."""
+    """The prefix of the trunk's tensors, such as `esm.`. Files without LM head lack this prefix."""
     model_class: ClassVar[str] = ""
-    """The class of `transformers` that reads model directories of this family; empty if only esmshard reads them."""
+    """The class of `transformers` that reads the model directories; empty if only esmshard reads them."""
     remote_code: ClassVar[bool] = False
-    """Whether `model_class` gets its code from a repository on the hub, which `auto_map` in `config.json` names."""
+    """Whether the code of `model_class` comes from a repository on the hub (`auto_map` in `config.json`)."""
 
     @property
     def name(self) -> str:
-        """The name of the family in checkpoints and in the dictionary `family_registry.FAMILIES`."""
+        """The name of the family in checkpoints and in `family_registry.FAMILIES`."""
         return self.config.family
 
     def initial(self, config: Any, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make the initial tensor `name`: matrices are normal with standard deviation 0.02, biases 0, norms 1."""
+        """Make an initial tensor: matrices are normal with standard deviation 0.02, biases 0, norms 1."""
         if is_computed(name):
             return inverse_frequencies(config.head_dim)
         if name.endswith("bias"):
@@ -188,7 +186,7 @@ class Family(ABC):
 
     @abstractmethod
     def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
-        """Return the architecture from `raw`, the content of a `config.json` with a `model_type` of this family."""
+        """Return the architecture from `raw`, the content of a `config.json` of this family."""
 
     @abstractmethod
     def write_config(self, config: Any) -> dict[str, Any]:
@@ -196,18 +194,18 @@ class Family(ABC):
 
     @abstractmethod
     def pieces(self, key: str, config: Any) -> Sequence[Piece]:
-        """Return which of esmshard's tensors a file stores under a key, and in which rows. The result is empty for keys
-        that are not needed. For an unknown key, the result is one tensor whose name is the key.
+        """Return esmshard's tensors under a key of a file, and their rows there. The result is empty for keys that are
+        not needed. For an unknown key, the result is one tensor whose name is the key.
         """
 
     def tensors(self, readers: Mapping[str, WeightReader], config: Any) -> dict[str, WeightReader]:
-        """Return a reader for each tensor by esmshard's name. `readers` has the readers by the keys of a file."""
+        """Return the readers by esmshard's names, from the readers by the keys of a file."""
         pieces = [(piece, reader) for key, reader in readers.items() for piece in self.pieces(key, config)]
         return {piece.name: reader.part(piece.rows) for piece, reader in pieces}
 
     def key(self, name: str) -> str | None:
-        """Return the key under which model directories store our tensor `name`; None for a tensor that is not stored.
-        Tensors with the same key are joined along the rows, in the order of `pieces`.
+        """Return the key of esmshard's tensor `name` in model directories; None for a tensor that files lack. Tensors
+        with the same key are joined along the rows, in the order of `pieces`.
         """
         return self.names.theirs(name)
 
@@ -215,12 +213,12 @@ class Family(ABC):
         """Write the tokenizer files of `transformers` to a directory."""
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Return the model in `data`, the content of the authors' file at `path`; None for another kind of file."""
+        """Return the model in `data`, the content of the authors' file at `path`; None for other files."""
         return None
 
 
 def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "") -> None:
-    """Raise `ValueError` with a list of all settings in `raw` that differ from their values in `fixed`."""
+    """Raise `ValueError` with all settings in `raw` that differ from `fixed`."""
     if wrong := [
         f"{place}{key} is {raw[key]!r}, not {value!r}" for key, value in fixed.items() if raw.get(key, value) != value
     ]:
@@ -228,13 +226,13 @@ def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str 
 
 
 def renamed(raw: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
-    """Return values of the configuration `raw` by esmshard's names, which `keys` maps to the names in `raw`. Raises
-    `ValueError` if a value is missing.
+    """Return values of the configuration `raw` by esmshard's names. `keys` maps esmshard's names to the names in `raw`.
+    Raises `ValueError` if a value is missing.
     """
     if missing := [key for key in keys.values() if key not in raw]:
         raise ValueError(f"{missing[0]!r} is missing")
     return {ours: raw[key] for ours, key in keys.items()}
 
 
-SIZES_OF_TRANSFORMERS = {"n_layers": "num_hidden_layers", "dim": "hidden_size", "n_heads": "num_attention_heads"}
-"""esmshard's names of the sizes of a model, mapped to the names in a `config.json` of `transformers`."""
+SIZE_KEYS = {"n_layers": "num_hidden_layers", "dim": "hidden_size", "n_heads": "num_attention_heads"}
+"""esmshard's names of a model's sizes, mapped to the names in `config.json` of `transformers`."""

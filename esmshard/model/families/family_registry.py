@@ -1,4 +1,4 @@
-"""The registry of all model families (ESM-2, ESM-C, ...), and functions that find sizes and released models."""
+"""Lists all model families (ESM-2, ESM-C, ...), their sizes and their released models."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,61 +16,61 @@ from esmshard.model.trunk import Trunk
 from esmshard.vocab import Chains, read_chains
 
 FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot)}
-"""All model families by name. To add a family, write a module for the family and add the module to this line."""
+"""All model families by name. To add a family, write its module and add the module to this line."""
 
 SIZES: dict[str, ModelConfig] = {name: size for family in FAMILIES.values() for name, size in family.sizes.items()}
-"""The architectures of all families by name."""
+"""All architectures by name."""
 RELEASED: dict[str, Released] = {name: model for family in FAMILIES.values() for name, model in family.released.items()}
-"""The released models of all families by name."""
+"""All released models by name."""
 
 WINDOW = "trained_window"
-"""The key of `config.json` with the value of `ModelConfig.window`. `transformers` ignores this key."""
+"""The key for `ModelConfig.window` in `config.json`. `transformers` ignores this key."""
 CHAINS = "joined_chains"
-"""The key of `config.json` with the value of `ModelConfig.chains`, if this is not the default."""
+"""The key for `ModelConfig.chains` in `config.json`, unless it is the default."""
 
 
 def released_name(name: str) -> str | None:
-    """Return the name of a released model from its name or its repository OWNER/NAME; None for other names."""
+    """Return a released model's name from its name or its repository OWNER/NAME; None for other names."""
     return next((key for key, model in RELEASED.items() if name in (key, model.repository)), None)
 
 
 def family_of(config: ModelConfig) -> Family:
-    """Return the model family to which an architecture belongs."""
+    """Return the model family of an architecture."""
     return FAMILIES[config.family]
 
 
 def window_of(config: ModelConfig) -> int:
-    """Return the maximum number of residues of a sequence in the training of a model."""
+    """Return the longest sequence in the training of a model, in residues."""
     return family_of(config).window if config.window is None else config.window
 
 
 def build(config: ModelConfig) -> Trunk:
-    """Make a model with undefined values on the default device. On the device `meta`, the model takes no memory."""
+    """Make a model with undefined values on the default device. On the device `meta`, it needs no memory."""
     return family_of(config).trunk(config)
 
 
 @cache
 def n_parameters(config: ModelConfig) -> int:
-    """Count the parameters of a model without memory for their values. A shared parameter counts once."""
+    """Count the parameters of a model. A shared parameter counts once."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in build(config).parameters())
 
 
 def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
-    """Return the architecture from the result of `ModelConfig.recorded`. Raises `ValueError` for an unknown family, and
-    `ValueError` or `TypeError` for other errors in `record`.
+    """Return the architecture from the result of `ModelConfig.recorded`. Raises `ValueError` or `TypeError` for errors
+    in `record`.
     """
     sizes = dict(record)
     name = sizes.pop("family", None)
     if name not in FAMILIES:
-        raise ValueError(f"the family {name!r} is not known here, only {', '.join(FAMILIES)}; update esmshard")
+        raise ValueError(f"the family {name!r} is not one of {', '.join(FAMILIES)}; update esmshard")
     chains = Chains(**sizes.pop("chains", {}))
     return FAMILIES[name].config(**sizes, chains=chains)
 
 
 def transformers_config(raw: Any) -> ModelConfig:
-    """Return the architecture from `raw`, the content of a `config.json` of `transformers`. Raises `ValueError` with
-    the reason if the model cannot be read.
+    """Return the architecture from `raw`, the content of `config.json` in `transformers`' layout. Raises `ValueError`
+    with the reason if the model cannot be read.
     """
     kind = raw.get("model_type") if isinstance(raw, dict) else None
     candidates = [family for family in FAMILIES.values() if kind in family.model_types]
@@ -87,13 +87,13 @@ def transformers_config(raw: Any) -> ModelConfig:
 
 
 def read_pickle(data: Mapping[str, Any], path: Path) -> Opened | None:
-    """Return the model in `data`, the content of an authors' file at `path`, of any family; None for other files."""
+    """Return the model in `data`, the content of any authors' file at `path`; None for other files."""
     return next((opened for family in FAMILIES.values() if (opened := family.read_pickle(data, path))), None)
 
 
 def encoder_of(track: str) -> Encoder:
-    """Return the function that computes the codes of this track. Raises `UsageError` if no family has a function."""
+    """Return the function that computes the codes of a track. Raises `UsageError` if there is no function."""
     encoders = {name: encoder for family in FAMILIES.values() for name, encoder in family.encoders.items()}
     if track not in encoders:
-        raise UsageError(f"{track}: no encoder of this track is known, only of {', '.join(encoders)}")
+        raise UsageError(f"{track}: there is no encoder for this track, only for {', '.join(encoders)}")
     return encoders[track]

@@ -1,5 +1,5 @@
-"""The model family SaProt (Su et al. 2024, doi:10.1101/2023.10.01.560349): an ESM-2 whose tokens are pairs of an amino
-acid and a structure letter.
+"""Defines the model family SaProt (Su et al. 2024, doi:10.1101/2023.10.01.560349): an ESM-2 whose tokens are pairs of
+an amino acid and a structure letter.
 
 All outputs must equal the outputs of `EsmForMaskedLM` of `transformers` with the authors' 446 tokens.
 `tests/parity/test_saprot.py` compares the outputs. `esmshard.batch` explains the letters of tensor names.
@@ -23,19 +23,18 @@ STRUCTURE = Track("3di", "structure letters (3Di)", "letters", unknown=20, lette
 
 SPECIAL = ("<cls>", "<pad>", "<eos>", "<unk>", "<mask>")
 UNKNOWN = "#"
-"""The symbol in a pair for an unknown amino acid or an unknown structure letter."""
+"""The symbol in a pair for an unknown amino acid or structure letter."""
 VOCABULARY = SPECIAL + tuple(
     residue + structure for residue in STANDARD + UNKNOWN for structure in STRUCTURE.letters + UNKNOWN
 )
 PAIRS = len(SPECIAL)
-"""The row of the embedding for the first pair. The 21 pairs of an amino acid have neighbouring rows."""
+"""The embedding's row for the first pair. The 21 pairs of an amino acid have neighbouring rows."""
 STRUCTURES = len(STRUCTURE.letters) + 1
 
 
 def _first_row(token: str) -> int:
-    """Return the row of the embedding for a token of `esmshard.vocab`; for a residue, the row of its first pair.
-
-    `<mask>` and letters that SaProt lacks get the first pair of an unknown amino acid.
+    """Return the embedding's row for a token of `esmshard.vocab`; for a residue, the row of its first pair. `<mask>`
+    and letters that SaProt lacks count as an unknown amino acid.
     """
     if token in (*RESIDUES, TOKENS[MASK]):
         residue = token if token in STANDARD else UNKNOWN
@@ -45,54 +44,48 @@ def _first_row(token: str) -> int:
 
 @cache
 def _first_rows(device: torch.device) -> torch.Tensor:
-    """Return `_first_row(token)` for all tokens, on a device. Without the cache, each forward pass waits for a copy."""
+    """Return `_first_row` of all tokens on a device. Without the cache, each forward pass would wait for a copy."""
     return torch.tensor([_first_row(token) for token in TOKENS], device=device)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SaprotConfig(EsmConfig):
-    """The architecture of a SaProt model: an ESM-2 with tokens for pairs of amino acid and structure letter."""
+    """The architecture of a SaProt model."""
 
     family: ClassVar[str] = "saprot"
     vocabulary: ClassVar[tuple[str, ...]] = VOCABULARY
 
 
 class SaprotHead(LMHead):
-    """The LM head of SaProt. An amino acid has the summed probability of its pairs, as in the authors' scores."""
+    """The LM head of SaProt, with logits for the tokens of `esmshard.vocab`.
+
+    After the softmax, an amino acid has the summed probability of its 21 pairs, as in the authors' scores. X stands for
+    the amino acid `#`. Tokens that SaProt lacks have the logit `ABSENT`.
+    """
 
     def forward(self, x_PD: torch.Tensor) -> torch.Tensor:
-        """Map x [P, D] to logits [P, 33], as the function `logits_of_tokens` explains."""
-        return logits_of_tokens(super().forward(x_PD))
-
-
-def logits_of_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """Map logits of SaProt's 446 tokens [P, 446] to logits of the tokens of `esmshard.vocab` [P, 33].
-
-    After a softmax over the 33 tokens, an amino acid has the summed probability of its 21 pairs, and X has the summed
-    probability of the 21 pairs with the amino acid `#`. Tokens that SaProt lacks have the logit `ABSENT`.
-    """
-    special_PV, pairs_PV = logits[:, :PAIRS], logits[:, PAIRS:].reshape(len(logits), -1, STRUCTURES).logsumexp(2)
-    columns = dict(zip(SPECIAL, special_PV.unbind(1), strict=True))
-    columns |= dict(zip(STANDARD + "X", pairs_PV.unbind(1), strict=True))
-    absent_P = torch.full_like(logits[:, 0], ABSENT)
-    return torch.stack([columns.get(token, absent_P) for token in TOKENS], dim=1)
+        """Map x [P, D] to logits [P, 33]."""
+        logits = super().forward(x_PD)
+        special_PV, pairs_PV = logits[:, :PAIRS], logits[:, PAIRS:].reshape(len(logits), -1, STRUCTURES).logsumexp(2)
+        columns = dict(zip(SPECIAL, special_PV.unbind(1), strict=True))
+        columns |= dict(zip(STANDARD + "X", pairs_PV.unbind(1), strict=True))
+        absent_P = torch.full_like(logits[:, 0], ABSENT)
+        return torch.stack([columns.get(token, absent_P) for token in TOKENS], dim=1)
 
 
 class SaProt(ESM2):
     """The SaProt language model with LM head and contact regression.
 
-    The model reads each residue as a pair of its amino acid and its structure letter in the track `3di`. The structure
-    letter is `#` if it is unknown or the track is absent. `<mask>` hides only the amino acid: a residue with structure
-    letter v becomes the pair `#v`, as in the authors' pre-training and scores. X, B, U, Z and O, which SaProt lacks,
-    become `#v`, too. SaProt's own token `<mask>` never occurs, as in the authors' training. Token dropout counts only
-    this token, so all embeddings are multiplied by 0.88.
+    The model reads each residue as a pair of its amino acid and its structure letter (track `3di`). An unknown
+    structure letter is `#`. `<mask>` hides only the amino acid: a residue with structure letter v becomes the pair
+    `#v`, as in the authors' pre-training and scores. X, B, U, Z and O, which SaProt lacks, become `#v`, too. SaProt's
+    token `<mask>` never occurs, so token dropout multiplies all embeddings by 0.88.
     """
 
     make_lm_head: ClassVar[type[LMHead]] = SaprotHead
     config: SaprotConfig
 
     def rows(self, batch: TokenBatch) -> torch.Tensor:
-        """Return for each token its row in the embedding table, int64 [T]."""
         first_T = _first_rows(batch.tokens_T.device)[batch.tokens_T]
         structure_T = batch.tracks.get(STRUCTURE.name, int(STRUCTURE.unknown))
         return torch.where(first_T < PAIRS, first_T, first_T + structure_T)
@@ -102,7 +95,7 @@ _SU = "Su et al. 2024, ICLR, doi:10.1101/2023.10.01.560349"
 
 
 class SaprotFamily(EsmFamily):
-    """The model family with all SaProt models."""
+    """All SaProt models."""
 
     title = "SaProt"
     config = SaprotConfig
