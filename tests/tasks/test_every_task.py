@@ -129,23 +129,23 @@ def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
 def test_settings_and_labels_that_nothing_can_be_learned_from_are_refused(tmp_path: Path) -> None:
     for name, given, token in (
         ("sequence", {"kind": "class", "loss": "huber"}, "huber"),
-        ("sequence", {"balance": 0.5}, "weighs classes"),
+        ("sequence", {"balance": 0.5}, "is for classes"),
         ("residue", {"kind": "number", "classes": ["A", "B"]}, "kind class"),
         ("residue", {"classes": ["HGI", "EB", "STH"]}, "letter H twice"),
-        ("residue", {"classes": ["HGI"]}, "one class only"),
+        ("residue", {"classes": ["HGI"]}, "only one class"),
         ("residue", {"classes": ["H", ""]}, "ASCII"),
     ):
         with pytest.raises(ValidationError, match=token):
             settings_of({"name": name, **given})
     for name, given, text, token in (
-        ("sequence", {}, "a TARGET=2 MKT\nb TARGET=2 ACD", "'TARGET' is 2 for every record"),
+        ("sequence", {}, "a TARGET=2 MKT\nb TARGET=2 ACD", "'TARGET' has only the value 2"),
         ("sequence", {}, "a TARGET=tall MKT\nb TARGET=2 ACD", "task.kind=class"),
         ("sequence", {"kind": "class"}, "a TARGET=x MKT\nb TARGET=x ACD", "class 'x'"),
         ("sequence", {"kind": "multilabel"}, "a TARGET=x;y MKT\nb TARGET=y;x ACD", "same labels"),
         ("residue", {}, "a TARGET=HHH MKT\nb TARGET=HH AC", "class 'H'"),
         ("residue", {"classes": ["HG", "E", "C"]}, "a TARGET=HEH MKT", "class 'C'"),
         ("residue", {"classes": ["H", "E"]}, "a TARGET=HEC MKT", "position 3"),
-        ("residue", {"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "2 for every residue"),
+        ("residue", {"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "only the value 2"),
         ("pair", {}, "x TARGET=1 MKT:ACD\ny TARGET=2 MKT", "record 'y' has 1 chain"),
     ):
         with pytest.raises(InputError, match=rf"train\.fasta.*{token}"):
