@@ -269,8 +269,8 @@ def check_finite(score_MN: npt.NDArray[np.floating], model: str) -> None:
     """Refuse the scores of M models for N variants or records, [M, N], if a score is NaN or infinite."""
     if wrong := int((~np.isfinite(score_MN)).any(0).sum()):
         raise InputError(
-            f"{model}: {wrong:,} of {score_MN.shape[-1]:,} scores are NaN or infinite: the weights are damaged, or numbers "
-            "overflow; use another model or an earlier checkpoint"
+            f"{model}: {wrong:,} of {score_MN.shape[-1]:,} scores are NaN or infinite: the weights are damaged, or "
+            "numbers overflow; use another model or an earlier checkpoint"
         )
 
 

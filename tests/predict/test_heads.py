@@ -297,6 +297,7 @@ def test_another_error_stops_the_run(fasta: Path, tmp_path: Path, monkeypatch: p
     model, out = write_model(tmp_path / "model", "contact"), fasta.parent / "out"
     fasta.write_text("".join(f">{n}\n{'MKTAYIAKQR' * 2}\n" for n in range(3)))
     monkeypatch.setattr(heads, "WINDOW", 2)
+    monkeypatch.setattr(pictures, "draw", lambda *_, **__: b"png")
 
     def broken(batch: TokenBatch) -> None:
         if len(batch) < 2:

@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+opened = cache(load_finetuned)
+
+
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model is read once for all tests, which takes most of their time."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("esmshard.predict.variants.load_finetuned", opened)
 
 
 def ranked(run: Path, text: str | None = None, **given: Any) -> tuple[list[dict[str, str]], dict[str, Any]]:
@@ -147,15 +153,15 @@ def by_hand(run: Path, names: Sequence[str]) -> np.ndarray:
     """By each model of each variant, one at a time, [M, N, T]."""
     found = []
     for path in sorted(run.glob("*/model")):
-        opened = load_finetuned(str(path))
-        part, each = slice(opened.task.facts["first"], None), []
+        model = opened(str(path), None)
+        part, each = slice(model.task.facts["first"], None), []
         for name in names:
             residues = list(WT)
             for mutation in parse_variant(name):
                 residues[mutation.position] = mutation.mutant
-            seen = "".join(residues)[part][: opened.task.facts["length"]]
-            output = opened.model.outputs([opened.task.question(Example("x", encode(seen), {}))])[0]
-            each.append(opened.task.predict(output))
+            seen = "".join(residues)[part][: model.task.facts["length"]]
+            output = model.model.outputs([model.task.question(Example("x", encode(seen), {}))])[0]
+            each.append(model.task.predict(output))
         found.append(np.stack(each))
     return np.stack(found)
 

@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +31,15 @@ def shipped_recipe(name: str) -> Recipe:
     return next(one for one in found if str(one.data.train or one.data.table).startswith("sample:"))
 
 
+@cache
+def learned(name: str) -> tuple[Task, list[Example]]:
+    """A task that has read the labels of its sample, and the six shortest training records."""
+    recipe = shipped_recipe(name)
+    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
+    task = new_task(recipe.task, {}).learn(train)
+    return task, [train.get(int(n)) for n in np.argsort(train.tokens, kind="stable")[:6]]
+
+
 def test_every_task_is_registered_under_the_name_that_recipes_write() -> None:
     assert len(TASKS) >= 5
     assert registered().unusable == {}
@@ -40,15 +49,8 @@ def test_every_task_is_registered_under_the_name_that_recipes_write() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_fulfils_the_base(name: str) -> None:
-    recipe = shipped_recipe(name)
-    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
-    task: Any = new_task(recipe.task, {}).learn(train)
-    assert isinstance(task, Task)
-    shortest = np.argsort(train.tokens, kind="stable")[:6]
-    examples = [train.get(int(n)) for n in shortest]
-    assert len(examples) >= 3
-    assert len(task.columns) >= 1
-    assert len(set(task.columns)) == len(task.columns)
+    task, examples = learned(name)
+    assert 1 <= len(task.columns) == len(set(task.columns))
 
     model = FineTuner(ours(fair_esm(TINY), TINY), task.head(TINY))
     model.adapt(AdaptSettings(), 0)
@@ -91,10 +93,7 @@ def with_letters(example: Example, shift: int) -> Example:
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
     """On a SaProt, of which every output of a frozen model depends on the letters."""
-    recipe = shipped_recipe(name)
-    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
-    task: Any = new_task(recipe.task, {}).learn(train)
-    shortest = [train.get(int(n)) for n in np.argsort(train.tokens, kind="stable")[:6]]
+    task, shortest = learned(name)
     config = SIZES["saprot_nano"]
     model = FineTuner(weights.build(weights.fresh(config, 0), torch.device("cpu")), task.head(config)).eval()
     perturb(model, deviation=0.3)

@@ -116,7 +116,10 @@ def right(made: PairTask, known: Any, base: FineTuner, test: list[Example]) -> d
     return {name: float((np.argmax(each, axis=1) == truth_N).mean()) for name, each in outputs.items()}
 
 
-def test_what_sees_single_sequences_does_not_see_what_belongs_together(trunk: ESM2) -> None:
+def test_what_sees_single_sequences_does_not_see_what_belongs_together(
+    trunk: ESM2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
     train = pairs(160)
     counts = np.bincount([int(e.labels["target"]) for e in train])
     made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 160}, kind="class", hidden=0)

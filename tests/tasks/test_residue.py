@@ -206,7 +206,8 @@ def test_numbers_are_ranked_over_all_residues_and_within_proteins(tmp_path: Path
 
 
 @pytest.mark.parametrize("kind", ["class", "number"])
-def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
+def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
     train, test = examples(40, kind), examples(15, kind, seed=1)
     made = task(Q3 if kind == "class" else NUMBER, kind=kind)
     base = FineTuner(trunk, made.head(TINY)).eval()

@@ -223,6 +223,7 @@ def learned(kind: str) -> tuple[SequenceTask, list[Example]]:
 @pytest.mark.parametrize("kind", ["number", "class", "multilabel"])
 def test_baselines_and_the_probe(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Labels follow from the composition and not from the length; a probe is what scikit-learn fitted."""
+    monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
     made, train = learned(kind)
     head = made.head(TINY)
     base = FineTuner(trunk, head).eval()
