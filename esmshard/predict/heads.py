@@ -46,25 +46,21 @@ from esmshard.vocab import BETWEEN, Chains, chain_spans, decode
 Array = npt.NDArray[np.float32]
 
 TOKENS, GPU_TOKENS = 4096, 16_384
-"""The maximum number of tokens that are computed at once: TOKENS on the CPU and for maps of residue pairs, GPU_TOKENS
-for other tasks on a GPU. Except for maps, CPU cores compute batches that share this limit. A longer record is computed
-alone."""
+"""The maximum number of tokens in a batch: GPU_TOKENS on a GPU, but TOKENS for maps of residue pairs. CPU cores share
+TOKENS. A longer record is computed alone."""
 LEAST = 1024
 """The minimum size in tokens of a full batch of whole sequences. Smaller batches are slower."""
 WINDOW, WINDOW_TOKENS = 2048, 1 << 18
-"""The maximum numbers of records and of tokens in a window of successive records. The records of a window are sorted by
-length, and their predictions stay in memory until all are computed: up to 256 MiB of pair maps, or one larger map.
-"""
+"""The maximum numbers of records and tokens in a window of successive records. The records of a window are sorted by
+length, and their predictions stay in memory together: up to 256 MiB of pair maps, or one larger map."""
 PAIR = 256
-"""A record with more tokens than this number uses more memory for its map of residue pairs than for the layers of the
-model. The record then counts as tokens^2 / PAIR tokens. A batch of 4,096 tokens has up to 2^20 pairs: one record of
-1,024 tokens, or four of 512.
-"""
+"""For a record with more tokens than this, the map of residue pairs needs more memory than the model's layers. The
+record then counts as tokens^2 / PAIR tokens, so a batch of 4,096 tokens has up to 2^20 pairs."""
 FORMAT, VERSION = "esmshard-predictions", "1"
 PREDICTION = "prediction"
-NOT_FINITE = "the predictions are no finite numbers: the weights are damaged, or overflow"
+NOT_FINITE = "the predictions are NaN or infinite: the weights are damaged, or numbers overflow"
 ARRAYS, TABLES = ("npz", "h5", "zarr", "safetensors"), ("csv", "parquet")
-"""The file formats with one array for each record, and the formats of tables with a row for each protein or residue."""
+"""The formats with one array for each record, and the formats of tables with a row for each protein or residue."""
 
 
 class Prediction(Output):
@@ -87,19 +83,18 @@ def predict(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> tuple[int, list[tuple[str, int, str]]]:
-    """Write the model's predictions for each record to a file. Return the number of records in the file, and a list
-    with the id, the number of residues and the reason for each record that failed.
+    """Write the model's predictions for each record to a file, and return the number of records in the file.
+
+    Also return the id, the number of residues and the reason for each record that failed: if it does not fit into
+    memory, is too long for a model with learned positions, or has predictions that are not finite. Failed records are
+    listed in the file `OUT.failed.tsv`. The file `OUT.json` says how the output was made, and how records were changed.
 
     An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under the record's id, as the command
     `embed` writes it. For contacts the array is a symmetric matrix of probabilities, float32 [L, L]; for other tasks
     see `Task.predict`. A `.csv` or `.parquet` file has a row for each protein or residue, and cannot hold contacts.
 
-    Linkers between the chains of a record are removed, and the residues of all chains follow each other. A table counts
-    the residues of each chain from 1. The file `OUT.chains.tsv` lists the chain lengths and how the chains were joined.
-
-    Some records cannot be predicted: they do not fit into memory, are too long for a model with learned positions, or
-    have predictions that are not finite. They are left out of the output and listed in the file `OUT.failed.tsv`. The
-    file `OUT.json` says how the output was made, and how records were changed.
+    Linkers between the chains of a record are removed. A table counts the residues of each chain from 1. The file
+    `OUT.chains.tsv` lists the chain lengths and how the chains were joined.
 
     Args:
         model: a directory that `consolidate` wrote.
@@ -118,7 +113,7 @@ def predict(
     _check_out(out, png, overwrite)
     computing = chosen_device(device)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
-        # The whole input is read before the model is opened, so that a bad record at the end costs only seconds.
+        # The input is read to its end before the model is opened, so a bad record costs only seconds.
         examples, sentences = read_input(model, fasta, tracks or {}, Path(scratch), complexes=complexes)
         store, finetuned = examples.store, load_finetuned(model, computing)
         task, failed, chains = finetuned.task, list[tuple[str, int, str]](), dict[str, list[int]]()
@@ -158,7 +153,7 @@ def predict(
                 raise InputError(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0][2]}"
                 )
-            # The output file and the three files below get their final names at the same time.
+            # These three files get their final names together with the output file.
             write_failures(failures_file(writer.work), failed)
             write_chains(writer.work, chains, finetuned.model.trunk.config.chains.text)
             replace_json(facts_file(writer.work), facts | {"records": len(store) - len(failed), "failed": len(failed)})
@@ -166,10 +161,10 @@ def predict(
 
 
 def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:
-    """Refuse paths of output files whose format cannot be written, or whose files exist and may not be replaced."""
+    """Refuse output paths whose format cannot be written, or whose files exist and may not be replaced."""
     form, known = out.suffix.removeprefix("."), (*ARRAYS, *TABLES)
     if form not in known:
-        raise UsageError(f"{out}: predictions are written as .{', .'.join(known)}; give the file such an ending")
+        raise UsageError(f"{out}: predictions are written as .{', .'.join(known)}; give the file one of these endings")
     if form == "parquet":
         library("pyarrow", "tables", out)
     if form in ARRAYS:
@@ -190,8 +185,7 @@ def read_input(
     chains: Chains | None = None,
     complexes: str | None = None,
 ) -> tuple[Examples, list[str]]:
-    """Read the records of an input and the tracks of each record. Print and return sentences about all changes that
-    were made to the records, such as replaced letters.
+    """Read the records of an input and their tracks. Print and return sentences about changes to records.
 
     `scratch` is a directory for a token store of the records. `chains` says how the chains of a record are joined; by
     default as the model joins chains. The other arguments and the errors are as for the function `predict`.
@@ -234,9 +228,10 @@ def _writer(out: Path, task: Task, facts: Mapping[str, Any], store: Store) -> Fo
 
 
 def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
-    """Return the names and types of the columns of a table of predictions. First come the columns that identify a row,
-    such as `id`, and `chain` if `chains` is set. Then come the columns with predictions. If a target has the name of an
-    earlier column, the column of the target is called `NAME (predicted)`.
+    """Return the names and types of the columns of a table of predictions.
+
+    Columns that identify a row come first, such as `id`, and `chain` if `chains` is set. Then come the predictions. A
+    target with the name of an earlier column gets the column `NAME (predicted)`.
     """
     first = {"id": "string"}
     if task.per_residue:
@@ -249,10 +244,10 @@ def columns_of(task: Task, *, chains: bool) -> dict[str, str]:
 
 
 def rows_of(task: Task, record_id: str, values: Array, residues: str) -> dict[str, Sequence[Any]]:
-    """Return the cells of one record in a table of predictions, by column: one row, or one row for each residue.
+    """Return a record's cells in a table of predictions, by column: one row, or one row for each residue.
 
-    The positions of residues are counted from 1 in each chain. `values` are the predictions, [C] for a record or [L, C]
-    for L residues. The text `residues` has `:` between chains.
+    Residues are counted from 1 in each chain. `values` are the predictions, [C] for a record or [L, C] for L residues.
+    The text `residues` has `:` between chains.
     """
     values_RC, chains = values.reshape(-1, len(task.names)), residues.split(BETWEEN)
     cells: dict[str, Sequence[Any]] = {"id": [record_id] * len(values_RC)}
@@ -285,7 +280,7 @@ def predictions(
     task, device, limit = finetuned.task, finetuned.model.device, finetuned.model.trunk.config.most_tokens
     pairs = not task.names
     most = GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS
-    if not pairs:  # Maps of pairs need much memory, so all cores compute one batch of maps together.
+    if not pairs:  # Maps need much memory, so all cores compute one batch of maps together.
         most = max(most // packs_at_once(device), least or LEAST)
     cost_N = tokens_N.astype(np.int64)
     cost_N = np.maximum(cost_N, cost_N**2 // PAIR) if pairs else cost_N
@@ -297,12 +292,12 @@ def predictions(
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            return f"memory does not suffice: {error}"[:300]
+            return f"out of memory: {error}"[:300]
 
     for window in windows(cost_N):
         inputs_of = {n: question(n) for n in window}
         short = [n for n in window if limit is None or inputs_of[n].longest <= limit]
-        too_long = f"the model has learned positions for {(limit or 0) - 2} residues"
+        too_long = f"too long: the model has learned positions for {(limit or 0) - 2} residues"
         done: dict[int, Array | str] = dict.fromkeys(window, too_long)
         packs = [[short[k] for k in group] for group in by_length(cost_N[short].tolist(), most)] if short else []
         inputs = [[inputs_of[n] for n in members] for members in packs]
@@ -311,9 +306,9 @@ def predictions(
             if not isinstance(arrays, str):
                 done |= zip(members, arrays, strict=True)
                 continue
-            if len(members) > 1:  # batches of the same size would not fit into memory later, either
+            if len(members) > 1:  # later batches of this size would not fit into memory either
                 most = max(LEAST, min(most, int(cost_N[members].sum()) // 2))
-            for n in members:  # Compute each record alone, while nothing else is computed.
+            for n in members:  # one record at a time
                 if device.type == "cuda":
                     torch.cuda.empty_cache()
                 alone = values([inputs_of[n]])

@@ -15,14 +15,12 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import scratch_directory
 
 LEAST_DPI = 140
-INCHES = 3.8
-"""The approximate side length in inches of the map in a picture of 5.0 x 4.5 inches."""
+INCHES = 3.8  # the side of the map in a picture of 5.0 x 4.5 inches
 SIDE = 2400
 """The maximum number of pixels along a side of a map. For a longer protein, each pixel shows the highest probability in
-a square of pairs, so that no contact is lost.
-"""
+a square of pairs, so that no contact is lost."""
 HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
-"""The colours of predicted contacts, missed contacts (grey) and wrong predictions. Source: palette of Okabe and Ito."""
+"""The colours of predicted contacts, missed contacts (grey) and wrong predictions; palette of Okabe and Ito."""
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
@@ -35,14 +33,13 @@ def check(folder: Path, *, overwrite: bool) -> None:
 
 
 def matplotlib_figure() -> tuple[Any, Any]:
-    """Return matplotlib's class `Figure`, which needs no display, and a context manager with settings for drawing. With
-    these settings a dollar sign in an id does not begin a formula. Raises `UsageError` if matplotlib is not installed.
-    """
+    """Return matplotlib's `Figure` and a context with drawing settings. Raises `UsageError` without matplotlib."""
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError("a figure needs matplotlib; pip install 'esmshard[plots]'") from None
+    # Without `parse_math`, a dollar sign in an id does not begin a formula.
     settings: Any = {"text.parse_math": False, "font.size": 9, "svg.fonttype": "none", "svg.hashsalt": "esmshard"}
     return Figure, matplotlib.rc_context(settings)
 
@@ -56,8 +53,7 @@ def colours() -> Any:
 
 
 def file_name(record_id: str, taken: set[str]) -> str:
-    """Return the file name for the picture of a record, and add the name to `taken`. It begins with up to 80 characters
-    of the id, with `_` instead of all characters except letters, digits and `.-`. Two names never differ only in case.
+    """Return the file name for the picture of a record, and add it to `taken`. Two names never differ only in case.
 
     >>> taken = set()
     >>> [file_name(record_id, taken) for record_id in ("sp|P1|N", "a/b", "a_b", "A_B", "..")]
@@ -76,10 +72,8 @@ def file_name(record_id: str, taken: set[str]) -> str:
 
 @contextmanager
 def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
-    """Provide a function that takes a record id and a picture, and saves the picture. All pictures are moved to
-    `folder` when the `with` block ends, or removed if the block raises an error.
-    """
-    # An existing directory may be a mounted disk. Files from another disk cannot be renamed into it.
+    """Provide a function that saves a picture under a record id. Pictures reach `folder` if the block succeeds."""
+    # An existing directory may be another disk, and files cannot be renamed from one disk to another.
     with scratch_directory(folder / "pictures" if folder.is_dir() else folder) as work:
         taken = set[str]()
         yield lambda record_id, picture: (work / file_name(record_id, taken)).write_bytes(picture)
@@ -95,15 +89,14 @@ def draw(
     note: str = "",
     chains: Sequence[int] = (),
 ) -> bytes:
-    """Draw the map of one record, with the id as title, and return the content of a PNG file. Its metadata `Title` is
-    the full id.
+    """Draw the map of one record, with the id as title, and return the content of a PNG file.
 
-    Residues are counted from 1. Without labels, the colours are the same for all proteins: white is 0, dark blue is 1.
-    Pairs fewer than six residues apart in a chain are white, since contact heads learn nothing about these pairs.
+    Residues are counted from 1. Without labels, white is 0 and dark blue is 1 for all proteins. Pairs fewer than six
+    residues apart in a chain are white, since contact heads are not trained on them.
 
     Args:
         probability_LL: the predicted probability of each pair.
-        record_id: the id of the protein.
+        record_id: the id of the protein; also the metadata `Title` of the file.
         labels_LL: true contacts, drawn below the diagonal. Predictions are then drawn only above the diagonal.
         note: the second line of the title.
         chains: the number of residues of each chain. Lines divide the chains, and residues are counted in each chain.
@@ -129,9 +122,10 @@ def draw_map(
     labels_LL: npt.NDArray[np.int8] | None = None,
     chains: Sequence[int] = (),
 ) -> Any:
-    """Draw a map on empty axes of matplotlib, and return the image; see `draw` for the arguments. If `labels_LL` is
-    given, the colour scale ends at the highest probability, and coloured squares show contacts, and the L pairs with
-    coordinates whose predicted probability is highest.
+    """Draw a map on empty axes of matplotlib, and return the image; see `draw` for the arguments.
+
+    If `labels_LL` is given, the colour scale ends at the highest probability. Coloured squares show contacts, and the L
+    pairs with coordinates whose predicted probability is highest.
     """
     length = len(probability_LL)
     apart_LL = np.arange(length) - np.arange(length)[:, None]
@@ -180,7 +174,7 @@ def _divide(axes: Any, chains: Sequence[int]) -> None:
         if start:
             axes.axvline(start + 0.5, color="black", linewidth=0.8)
             axes.axhline(start + 0.5, color="black", linewidth=0.8)
-        # The long label of the first residue, with the number of the chain, would cover a tick just before it.
+        # The first residue's label is long, since it has the chain's number. It would cover a tick just before it.
         inner = range(step, length + 1 - step // 2, step)
         ticks += [start + place for place in (1, *inner)]
         names += [f"{k}: 1", *map(str, inner)]

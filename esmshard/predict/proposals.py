@@ -11,25 +11,22 @@ from sklearn.preprocessing import MultiLabelBinarizer
 from esmshard.data.variants import Mutation, is_library
 from esmshard.vocab import STANDARD
 
-KAPPA = 1.0
-"""How many standard deviations the upper confidence bound adds to the mean prediction."""
+KAPPA = 1.0  # how many standard deviations the upper confidence bound adds to the mean
 DIVERSITY = 0.15
 """The penalty on a candidate for each position, wild-type residue or mutant residue that it shares with a chosen
-variant, in standard deviations of the predictions. The value was tuned on beta-lactamase: `benchmarks/results`.
-"""
+variant, in standard deviations of the predictions. The value was tuned on beta-lactamase: `benchmarks/results`."""
 MOST, MOST_PASSES = 160_000, 20_000
-"""The maximum number of candidate combinations: 20^4, or fewer if each combination takes a forward pass."""
+"""The maximum number of candidate combinations: 20^4, or fewer if each combination needs a forward pass."""
 
 
 def candidates(
     protein: str, sites: Collection[int], measured: Sequence[tuple[Mutation, ...]], most: int
 ) -> tuple[list[tuple[Mutation, ...]], str]:
-    """Return candidate variants, which change only the given sites of a protein, and a sentence about the candidates.
+    """Return candidate variants, which change only the given sites, and a sentence about the candidates.
 
-    If `measured` is a combinatorial library (see `is_library`), candidates are combinations of letters at the sites.
-    These are all combinations, or at most `most` random combinations with as many changes as measured variants have.
-    Otherwise the candidates are single substitutions. `sites` are counted from 0. Sites with X or a rare letter are
-    left out.
+    If `measured` is a combinatorial library (see `is_library`), candidates are combinations of letters at the sites:
+    all combinations, or at most `most` random ones with as many changes as measured variants have. Otherwise candidates
+    are single substitutions. `sites` are counted from 0. Sites with X or a rare letter are left out.
     """
     sites = sorted(site for site in sites if protein[site] in STANDARD)
     if not is_library(measured):
@@ -56,7 +53,7 @@ def candidates(
     variants = list(drawn)[:most]
     return variants, (
         f"the candidates are {len(variants):,} of {total:,} combinations of letters at {len(sites)} sites, drawn at "
-        "random with as many changes as measured variants have; a table, or --sites with fewer sites, names others"
+        "random with as many changes as measured variants have; for others, give a table, or fewer sites with --sites"
     )
 
 
@@ -76,8 +73,8 @@ def choose(
 
     The models of a cross-validation differ much less than the variants do, so `sd` alone could choose the same
     substitution at every position. Shared traits therefore have a cost. `spread` is the standard deviation of the mean
-    predictions of all candidates. `shared` is the number of chosen variants with the same position, plus the number
-    with the same wild-type residue, plus the number with the same mutant residue (the mean over several changes).
+    predictions of all candidates. `shared` counts the chosen variants with the same position, with the same wild-type
+    residue, and with the same mutant residue (the mean over several changes).
 
     Args:
         values_MN: predictions of M models for N variants; higher is better. With one model, `sd` is 0.
@@ -104,7 +101,7 @@ def choose(
         shared_N += (traits_NK @ traits_NK[best].T).toarray()[:, 0] / changes_N
         direction_M = shared_MN[:, best].copy()
         total = direction_M @ direction_M + unshared_N[best]
-        if total > 0:  # Conditioning on a measurement is a rank-one update of the covariance, in the space of models.
+        if total > 0:  # a measurement of `best` is a rank-one update of the covariance
             length = direction_M @ direction_M
             share = (1 - np.sqrt(max(0.0, 1 - length / total))) / length if length > 0 else 0.0
             shared_MN = shared_MN - share * np.outer(direction_M, direction_M @ shared_MN)

@@ -20,13 +20,14 @@ from esmshard.progress import Progress, say
 def write_codes(
     track: str, structures: Path, weights: Path, out: Path, *, device: DeviceName = None, overwrite: bool = False
 ) -> str:
-    """Write an `.npz` file with the codes of every protein chain in structure files: one array [L] under the id of each
-    chain. Return a sentence about the written file. `structures` is a PDB or mmCIF file, or a directory of such files.
-    `weights` is the file with the weights of the encoder, which computes the codes.
+    """Write an `.npz` file with an array of codes [L] for each protein chain in structure files, under the chain's id.
+
+    Return a sentence about the written file. `structures` is a PDB or mmCIF file, or a directory of such files.
+    `weights` is a file with the weights of the encoder, which computes the codes.
     """
     encode, computing, edits = encoder_of(track), chosen_device(device), Edits()
     if out.suffix != ".npz":
-        raise UsageError(f"{out}: codes are written as .npz; give a name that ends with it")
+        raise UsageError(f"{out}: codes are written as .npz; give the file this ending")
     check(out, overwrite=overwrite)
     codes, unknown, files = dict[str, npt.NDArray[np.uint16]](), 0, listed_files(structures, edits)
     file_of = dict[str, Path]()
@@ -44,4 +45,4 @@ def write_codes(
     for notice in edits.notices():
         say(f"{structures}: {notice}")
     written = f"{out}: {track} of {counted(len(codes), 'chain')} and {sum(map(len, codes.values())):,} residues"
-    return written + (f"; {unknown:,} have no coordinates, and the code of such a residue" if unknown else "")
+    return written + (f"; {unknown:,} have no coordinates and get the code for this case" if unknown else "")

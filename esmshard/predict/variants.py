@@ -1,6 +1,4 @@
-"""Ranks variants by the predictions of fine-tuned models or of a baseline, with intervals whose coverage is measured.
-Also proposes variants to measure next.
-"""
+"""Ranks variants by fine-tuned models or a baseline, with intervals, and proposes variants to measure."""
 
 import csv
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -38,11 +36,11 @@ Variant = tuple[Mutation, ...]
 SUMMARY = "summary.json"
 NOT_RANKED = "not ranked because"
 IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
-"""The names of columns with the mutations in a second numbering, if the table and the wild type differ in numbering."""
+"""Columns with the mutations in a second numbering, if the table and the wild type are numbered differently."""
 OUT_OF_FOLD, SEEN, VARIED = "out-of-fold prediction", "seen in training", "sites varied in training"
 DISAGREEMENT = "disagreement of models"
-"""The name of the column with the standard deviation of the predictions over the models of all folds and seeds, in the
-unit of the target. This standard deviation is not an error bar."""
+"""The column with the standard deviation of the predictions over the models of all folds and seeds, in the unit of the
+target. This standard deviation is not an error bar."""
 LEVEL, RESIDUALS = 0.9, 50
 """The share of measured values that intervals should contain, and the minimum number of errors to make intervals."""
 LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
@@ -56,17 +54,12 @@ class VariantRows:
     """N variants of a protein, read from N of the R rows in a table."""
 
     protein: str
-    columns: dict[str, list[str]]
-    """The columns of the table by name. Each column has R cells."""
-    mutations: list[Variant]
-    """The mutations of each variant, without synonymous changes."""
-    rows: list[int]
-    """The index of each variant's row in the table, from 0."""
-    left_out: dict[int, str]
-    """For the index of each row without a usable variant, the reason why it was left out."""
+    columns: dict[str, list[str]]  # the columns of the table by name; each column has R cells
+    mutations: list[Variant]  # the mutations of each variant, without synonymous changes
+    rows: list[int]  # the index of each variant's row in the table, from 0
+    left_out: dict[int, str]  # by the index of a row without a usable variant: the reason why
     notices: list[str]
-    offset: int
-    """The number that was added to the positions in the table to fit the numbering of the wild type."""
+    offset: int  # the number that was added to the table's positions to fit the wild type
     table: Table | None = None
 
     def leave_out(self, why: Callable[[Variant], str], what: str) -> "VariantRows":
@@ -109,8 +102,10 @@ def single_substitutions(protein: str) -> list[Variant]:
 
 
 def not_of_the_20(variant: Variant) -> str:
-    """Return the reason why a variant cannot be scored, or an empty text. Letters other than the 20 amino acids are
-    rare in the training of a language model, so log p(mutant) - log p(X) would be high for every mutant.
+    """Return the reason why a variant cannot be scored, or an empty text.
+
+    Language models hardly ever predict letters other than the 20 amino acids, so log p(mutant) - log p(X) would be high
+    for every mutant.
 
     >>> not_of_the_20((Mutation(10, "X", "L"),))
     'the wild type has X at residue 11, which is none of the 20 amino acids'
@@ -133,7 +128,7 @@ def check_new(out: Path, columns: Mapping[str, object], new: Collection[str]) ->
 def write_table(
     out: Path, columns: dict[str, list[str]], new: Mapping[str, Sequence[str]], facts: Mapping[str, Any]
 ) -> None:
-    """Write a table with `new` columns at its end, and write `facts` to the JSON file of the table (`facts_file`)."""
+    """Write a table with `new` columns at its end, and write `facts` to the table's JSON file (`facts_file`)."""
     check_new(out, columns, new)
     cells = {**columns, **new}
     quoted = any("\r" in cell for name, column in cells.items() for cell in (name, *column))
@@ -149,12 +144,10 @@ def write_table(
 class Known:
     """The records of a run about variants. The keys are names of variants in the numbering of the wild type."""
 
-    measured: Mapping[str, str]
-    """The measured value of the first target for each measured variant, as text."""
+    measured: Mapping[str, str]  # the first target's measured value for each variant, as text
     out_of_fold: Mapping[str, Sequence[float]]
     """For each variant, the predictions of T targets by models that were not trained on the variant."""
-    fold: Mapping[str, int]
-    """The number of the fold in which each variant of the field `out_of_fold` was tested."""
+    fold: Mapping[str, int]  # the fold in which each variant of `out_of_fold` was tested
     seen: frozenset[str] | None
     """The variants that were used to train or select at least one model; None if a model has no list of them."""
     verdict: str | None
@@ -172,9 +165,7 @@ class Known:
 
 
 def models_of(run: str) -> list[Path]:
-    """Return the paths of the variant models in `run`: the directory of a cross-validation, of a single run, or of one
-    model. Return an empty list for any other directory.
-    """
+    """Return the paths of the variant models in the directory of a cross-validation, a run or a model; else []."""
     path = Path(run)
     if traits((summary := _summary(path)).get("task")).reads_table:
         models = [path / name / "model" for name in summary["runs"]]
@@ -184,20 +175,19 @@ def models_of(run: str) -> list[Path]:
     for model in (path / "model", path):
         if (about := model / "esmshard.json").is_file():
             with reading(str(about), "consolidate the run again"):
-                recipe = read_json(about).get("recipe", {"task": {"name": None}})  # a converted model has none
+                recipe = read_json(about).get("recipe", {"task": {"name": None}})  # a converted model has no recipe
                 return [model] if traits(recipe["task"]["name"]).reads_table else []
     return []
 
 
 def _summary(run: Path) -> dict[str, Any]:
-    """Return the content of the file `summary.json` in the directory of a cross-validation; empty without this file."""
     summary: dict[str, Any] = read_json(run / SUMMARY) if (run / SUMMARY).is_file() else {}
     return summary
 
 
 def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method: str = "predicted") -> Known:
-    """Read the records of a run and of its models about variants. The argument `method` is `predicted` for out-of-fold
-    predictions of the models, or the name of a baseline for predictions of this baseline of the first target.
+    """Read the records of a run and of its models about variants. `method` is `predicted` for out-of-fold predictions
+    of the models, or the name of a baseline for its predictions of the first target.
     """
     files = [model / SEEN_FILE for model in models]
     trained_on = None
@@ -217,9 +207,10 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
 
 
 def rows_of_run(run: Path) -> list[dict[str, str]]:
-    """Read the rows with a variant from the file `variants.csv` of a run; return an empty list without this file. Only
-    the columns that the run added after the columns of the user's table are returned. In the file, the names of these
-    columns have a prefix if the user's table has the same names. The prefix is removed.
+    """Read the rows with a variant from the file `variants.csv` of a run; return an empty list without this file.
+
+    Only the columns that the run added after the columns of the user's table are returned. If the user's table has the
+    same names, the file has a prefix before the added names. The prefix is removed.
     """
     if not (path := run / OUT_OF_FOLD_FILE).is_file():
         return []
@@ -234,9 +225,10 @@ def rows_of_run(run: Path) -> list[dict[str, str]]:
 
 
 def better_baseline(summary: Mapping[str, Any]) -> str | None:
-    """Return the short name of the best baseline that was better than the fine-tuned model, or None. `summary` is the
-    content of `summary.json`. A baseline was better if the whole interval of the difference between model and baseline
-    is below 0. Without an interval, the difference itself must be below 0.
+    """Return the short name of the best baseline that was better than the fine-tuned model, or None.
+
+    `summary` is the content of `summary.json`. A baseline was better if the interval of the difference between model
+    and baseline is below 0. Without an interval, the difference itself must be below 0.
     """
     scores = summary.get("joint", {})
     better = {
@@ -271,9 +263,9 @@ def rank(
     CSV file was made, and how far the ranking can be trusted.
 
     The first columns are the columns of `table`, or `mutant` and `measured`. If table and wild type are numbered
-    differently, a column with the second numbering is among them. Then come the columns from `_columns`, and for a
-    table `not ranked because`. Rows of the table that cannot be used are at the end, without ranks. If the wild type
-    was measured, rows of the wild type (`WT`, or a synonymous change) are not ranked, since their value is known.
+    differently, one of these columns has the second numbering. Then come the columns from `_columns`, and for a table
+    `not ranked because`. Rows that cannot be used are at the end, without ranks. If the wild type was measured, rows of
+    the wild type (`WT`, or a synonymous change) are not ranked, since their value is known.
 
     Args:
         run: the directory of a run of task `variant`; see `models_of`.
@@ -308,7 +300,7 @@ def rank(
     paths = models_of(run)
     models = [load_finetuned(str(model), device) for model in paths]
     if len({(model.task.facts["protein"], model.task.names) for model in models}) != 1:
-        raise InputError(f"{run}: its runs are of different proteins or targets; fine-tune them again")
+        raise InputError(f"{run}: its models have different proteins or targets; repeat the finetune command")
     if propose is not None and len(models) < 2 and method is None:
         raise UsageError(f"--propose needs several models, and {run} has one; pass the run of a cross-validation")
     task = models[0].task
@@ -347,7 +339,7 @@ def rank(
         facts["proposed"]["sites"] = [place + 1 - rows.offset for place in sorted(allowed)]
         messages = [f"how far to trust these proposals: {known.verdict or f'not known, as there is no {SUMMARY}'}"]
         if method is not None:
-            messages.append(f"these proposals are by {method}, a single model, so that --kappa has no effect")
+            messages.append(f"these proposals are by {method}, which is one model, so --kappa has no effect")
     elif rows.table is not None and target in rows.columns:
         names = [name_of(variant) for variant in rows.mutations]
         facts["compared"], messages = compared(known, names, mean_N, rows.measured(target), target)
@@ -370,9 +362,7 @@ def rank(
 
 
 def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) -> VariantRows:
-    """Return a table of the variants that can be ranked: all changes are between two of the 20 amino acids, and lie in
-    the part of the protein that the model reads.
-    """
+    """Return a table of the variants that change only residues the model reads, between the 20 amino acids."""
     offset = int(task.facts["offset"])
     rows = listed(task.facts["protein"], [variant for variant in variants if _inside(task, variant)])
     rows = rows.leave_out(not_of_the_20, "not ranked")
@@ -392,11 +382,9 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     except UsageError:
         if offset is not None:
             raise
-        rows = read_rows(path, task.facts["protein"], mutant, 0)  # tables of whole sequences have no positions to shift
+        rows = read_rows(path, task.facts["protein"], mutant, 0)  # a table of whole sequences has no positions
     if rows.offset or offset not in (None, of_run):
-        rows.notices.append(
-            f"{path}: positions were shifted by {rows.offset:+d}, and the positions of the run's table by {of_run:+d}"
-        )
+        rows.notices.append(f"{path}: positions were shifted by {rows.offset:+d}, but the run's table by {of_run:+d}")
     if rows.offset:
         names = dict(zip(rows.rows, map(name_of, rows.mutations), strict=True))
         rows.columns[IN_WILD_TYPE] = [names.get(row, "") for row in range(len(names) + len(rows.left_out))]
@@ -405,7 +393,7 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     def why(variant: Variant) -> str:
         if not variant and wild_type is not None:
             return f"it is the wild type, whose measured value is {wild_type}"
-        return "" if _inside(task, variant) else "the model does not see the residue that it changes"
+        return "" if _inside(task, variant) else "it changes a residue that the model does not read"
 
     rows = rows.leave_out(why, f"{path}: not ranked")
     if not rows.mutations:
@@ -415,7 +403,6 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
 
 
 def _of_candidates(task: VariantTask, known: Known, sites: str | None, method: str | None) -> VariantRows:
-    """Return a table of the candidate variants from the function `proposals.candidates`."""
     if sites == "all" and is_library(known.variants):
         raise UsageError("--sites all: too many combinations; name the sites, or add --all-singles")
     passes = method == FROZEN or (method is None and task.settings.pool != "wild_type")
@@ -444,7 +431,7 @@ def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) ->
 
 
 def _inside(task: VariantTask, variant: Variant) -> bool:
-    """Whether all changes of a variant lie in the part of the protein that the model reads."""
+    """Return whether all changes of a variant lie in the part of the protein that the model reads."""
     first, length = int(task.facts["first"]), int(task.facts["length"])
     return all(first <= mutation.position < first + length for mutation in variant)
 
@@ -462,7 +449,7 @@ def _columns(
     These are `prediction` (the mean over the models, in the unit of the target), two columns with the limits of the
     prediction's interval, `disagreement of models` and `rank`. Then come `out-of-fold prediction` (by models that were
     not trained on the variant), `seen in training` and `sites varied in training` (yes or no). With several targets,
-    the names of prediction columns end with the target's name. Rank and interval always belong to the first target.
+    names of prediction columns end with the target's name. Rank and interval belong to the first target.
     """
     names = [name_of(variant) for variant in variants]
     varied = [all(mutation.position in known.sites for mutation in variant) for variant in variants]
@@ -488,9 +475,7 @@ def _columns(
 
 
 def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection[int]) -> list[int]:
-    """Return the indices of the variants that were not measured and change only `allowed` positions. Equal variants
-    count once. Raises `UsageError` if there are fewer than `count` of these variants.
-    """
+    """Return the indices of distinct variants that were not measured and change only `allowed` positions."""
     number_of = {variant: n for n, variant in reversed(list(enumerate(rows.mutations)))}  # rows may have equal variants
     new = [variant for variant in number_of if variant and name_of(variant) not in known.measured]
     free = sorted(number_of[variant] for variant in new if all(mutation.position in allowed for mutation in variant))
@@ -500,18 +485,17 @@ def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection
             f"--propose {len(free)} at most, other variants, or --sites all"
         )
     if len(free) < len(new):
-        say(f"not proposed: {counted(len(new) - len(free), 'variant')} at other sites; --sites names others")
+        say(f"not proposed: {counted(len(new) - len(free), 'variant')} at other sites; --sites allows other sites")
     return free
 
 
 def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]:
-    """Return the lower and the upper limit of prediction errors, facts about the interval for a JSON file, and a
-    sentence about the coverage. The interval of a prediction of the first target is the prediction plus each limit.
-    With too few out-of-fold predictions, both limits are NaN.
+    """Return the lower and upper limit of prediction errors, facts for a JSON file, and a sentence about the coverage.
 
-    The limits are the 5% and 95% quantiles of the out-of-fold errors, corrected for the number of errors (split
-    conformal; Vovk et al. 2005, Algorithmic Learning in a Random World). The limits hold for variants that are like the
-    measured variants. The coverage of each fold is measured with limits from the errors of the other folds.
+    A prediction of the first target plus the two limits is its interval. The limits are the 5% and 95% quantiles of the
+    out-of-fold errors, corrected for the number of errors (split conformal; Vovk et al. 2005, Algorithmic Learning in a
+    Random World). The limits hold for variants that are like the measured variants. With too few out-of-fold
+    predictions, both limits are NaN. The coverage of each fold is measured with limits from the other folds.
     """
     names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
     error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])
@@ -533,8 +517,8 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
     facts["coverage"] = float(held_N.mean())
     each = facts["coverage_of_each_fold"] = {str(fold): float(held_N[fold_N == fold].mean()) for fold in folds}
     sentence = (
-        f"{LOW} and {HIGH}: made from the other folds, they held {held_N.mean():.0%} of {len(error_N):,} measured "
-        f"values ({min(each.values()):.0%} to {max(each.values()):.0%} of a fold)"
+        f"{LOW} and {HIGH}: limits from the other folds contained {held_N.mean():.0%} of {len(error_N):,} measured "
+        f"values ({min(each.values()):.0%} to {max(each.values()):.0%} in each fold)"
     )
     return _error_limits(error_N), facts, sentence
 
@@ -555,8 +539,8 @@ def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArr
     task, values = finetuned.task, list[npt.NDArray[np.float32]]()
     assert isinstance(task, VariantTask)
     examples = _examples(task, mutations)
-    # Each batch also computes the wild type, so batches are large. With pool `wild_type` a batch computes only the wild
-    # type, so a variant counts as one token.
+    # Batches are large, since each batch also computes the wild type. With pool `wild_type` a variant costs almost
+    # nothing, so it counts as one token.
     tokens_N = np.ones_like(examples.tokens) if task.settings.wild_type_alone else examples.tokens
     with Progress("predict", len(examples)) as progress:
         for value in heads.predictions(finetuned, tokens_N, lambda n: task.question(examples.get(n)), heads.TOKENS):
@@ -570,8 +554,8 @@ def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArr
 def _by_baseline(
     name: str, finetuned: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
 ) -> npt.NDArray[np.float32]:
-    """Fit a baseline to at most `VariantTask.baseline_records` measured variants, as in the cross-validation. Return
-    the predictions of N variants by this baseline, float32 [N]. `finetuned` is any model of the run.
+    """Return the predictions of N variants by a baseline, float32 [N]. `finetuned` is any model of the run. The
+    baseline is fitted to at most `VariantTask.baseline_records` measured variants, as in the cross-validation.
     """
     task, target = finetuned.task, finetuned.task.names[0]
     assert isinstance(task, VariantTask)
@@ -609,15 +593,16 @@ def _examples(task: VariantTask, variants: Sequence[Variant]) -> Examples:
 def compared(
     known: Known, names: Sequence[str], predicted_N: Array, measured_N: Array, target: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Compare predictions of N variants with the measured values of a table, where NaN means no value. Return facts for
-    a JSON file, and messages for the user. For variants that were used in training, out-of-fold predictions are
-    compared within folds. For other variants, the means over all models (`predicted_N`) are compared.
+    """Compare predictions of N variants with measured values. Return facts for a JSON file, and messages for the user.
+
+    `measured_N` is NaN for a variant without a value. Variants that were used in training are compared by their
+    out-of-fold predictions, within folds. Other variants are compared by the means over all models, `predicted_N`.
     """
     has_N = ~np.isnan(measured_N)
     facts: dict[str, Any] = {"target": target, "rows_with_values": int(has_N.sum())}
     facts |= {"seen_in_training": None, "unseen": None}
     if known.seen is None:
-        facts["why"] = f"Spearman with {target}: unknown, since the run has not recorded which rows it trained on"
+        facts["why"] = f"Spearman with {target}: unknown, since the run has no list of its training rows"
         return facts, [facts["why"]]
 
     def spearman(rows_K: list[int], values_K: Array, fold_K: npt.NDArray[np.int64] | None) -> tuple[Any, str]:
@@ -628,18 +613,18 @@ def compared(
     messages, seen_N = list[str](), np.array([name in known.seen for name in names], dtype=bool)
     if seen_K := np.flatnonzero(seen_N & has_N).tolist():
         tested = [n for n in seen_K if not np.isnan(known.out_of_fold.get(names[n], [np.nan])[0])]
-        values, sentence = None, f"Spearman with {target}: no prediction out of fold"
+        values, sentence = None, f"Spearman with {target}: no out-of-fold prediction"
         if tested:
             out_of_fold = np.array([known.out_of_fold[names[n]][0] for n in tested])
             values, sentence = spearman(tested, out_of_fold, np.array([known.fold[names[n]] for n in tested]))
-        messages.append(f"{sentence} of {len(seen_K):,} that the models were trained on, out of fold and within folds")
+        messages.append(f"{sentence} of {len(seen_K):,} in training, with out-of-fold predictions and within folds")
         facts["seen_in_training"] = {"rows": len(seen_K), "rows_out_of_fold": len(tested)}
         facts["seen_in_training"]["spearman_out_of_fold"] = values
     if new_K := np.flatnonzero(~seen_N & has_N).tolist():
         trained = {mutation.position for name in known.seen for mutation in parse_variant(name)}
         varied = sum(all(mutation.position in trained for mutation in parse_variant(names[n])) for n in new_K)
         values, sentence = spearman(new_K, predicted_N[new_K], None)
-        messages.append(f"{sentence} that no model was trained on; {varied:,} change only sites that training varied")
+        messages.append(f"{sentence} that are not in training; {varied:,} change only sites that training varied")
         facts["unseen"] = {"rows": len(new_K), "rows_at_varied_sites": varied, "spearman": values}
     return facts, messages
 
@@ -648,5 +633,5 @@ def spearman_sentence(rho: Interval, target: str, unit: str) -> str:
     """Return a text about Spearman's correlation: its value and interval, or the reason why it is undefined."""
     if np.isnan(rho.value):
         return f"Spearman with {target} undefined: it needs two different values and two different predictions"
-    of = f"no interval, for an interval takes {LEAST} {unit}s" if np.isnan(rho.low) else f"95% over {unit}s"
-    return f"Spearman with {target} {rho} ({of})"
+    note = f"no interval, which needs {LEAST} {unit}s" if np.isnan(rho.low) else f"95% over {unit}s"
+    return f"Spearman with {target} {rho} ({note})"

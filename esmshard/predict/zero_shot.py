@@ -52,7 +52,7 @@ METHODS = get_args(Method)
 SequenceMethod = Literal["pseudo-perplexity", "one-pass"]
 MASKED, ONE_PASS = get_args(SequenceMethod)
 NOT_SCORED = "not scored because"
-"""The name of the last column in a table of scored variants. The column says why a row has no score."""
+"""The last column in a table of scored variants. The column says why a row has no score."""
 
 Array = npt.NDArray[np.float64]
 
@@ -67,13 +67,15 @@ def score(
 ) -> Array:
     """Score each variant, float64 [N]. A higher score means that the model finds the variant more natural.
 
-    `masked-marginals` is the sum over the mutated sites of log p(mutant) - log p(wild type), where p is the model's
-    probability at the masked site of the wild type. This takes one forward pass for each site, for any number of
-    variants. `wild-type-marginals` is the same sum from one pass in which nothing is masked. `pseudo-perplexity` is
-    the negative logarithm of the pseudo-perplexity: the mean of log p over the residues of the variant, each masked in
-    turn. This takes a pass for each residue of each variant. Only the 20 amino acids count. (fair-esm's script reads
-    the wrong site and skips the last site.) With the first two methods the score of the wild type is 0. The score of a
-    variant that cannot be scored is NaN; see `not_of_the_20`.
+    - `masked-marginals`: the sum over the mutated sites of log p(mutant) - log p(wild type), where p is the model's
+      probability at the masked site of the wild type. Each site needs one forward pass, for any number of variants.
+    - `wild-type-marginals`: the same sum from one pass in which nothing is masked.
+    - `pseudo-perplexity`: the mean of log p over the residues of the variant, each masked in turn, which is the
+      negative logarithm of the pseudo-perplexity. Each residue of each variant needs a pass. Only the 20 amino acids
+      count. (fair-esm's script reads the wrong site and skips the last site.)
+
+    With the first two methods the score of the wild type is 0. The score is NaN for a variant that cannot be scored;
+    see `not_of_the_20`.
 
     Args:
         model: a model with a trained LM head.
@@ -192,16 +194,14 @@ def score_table(
 
 
 def _measured(table: Table, target: str | None) -> str | None:
-    """Return the name of the column of measured values: `target`, or the only column with a usual name. Without
-    `target`, return None if there is no such column, if there are several, or if it has cells that are not numbers.
-    """
+    """Return `target`, or the only column with a usual name and numbers, or None."""
     usual = {name.lower() for name in TARGET_COLUMNS}
     names = [target] if target else [name for name in table.columns if name.lower() in usual]
     if len(names) != 1:
         return None
     try:
         table.numbers(names[0])
-    except InputError:  # a column `effect` may also have the value `pathogenic`
+    except InputError:  # the column may have words, such as `pathogenic`
         if target:
             raise
         return None
@@ -233,9 +233,10 @@ def _agreement(rows: VariantRows, score_N: Array, measured: str, value_N: Array)
 def _open(
     names: Sequence[str], window: int | None, tracks: Mapping[str, str], chains: Chains | None = None
 ) -> tuple[list[Weights], int]:
-    """Open all models, and check every model before the first model computes. Also return the window: how many residues
-    of a long protein each model reads at once. The default is the smallest window with which the models were trained.
-    All models get the same tracks. By default every model joins chains as the first model does.
+    """Open all models, and check every model before the first model computes. Also return the window in residues.
+
+    The default window is the smallest with which the models were trained. All models get the same tracks. By default
+    every model joins chains as the first model does.
     """
     if len(set(names)) < len(names):
         raise UsageError(f"--ensemble: a model is named twice ({', '.join(names)}); name each model once")
@@ -244,7 +245,7 @@ def _open(
         language_model = weights.joining(weights.read(name), chains, f"--join: {name}")
         chains = language_model.config.chains
         if "lm_head" in language_model.unlearned:
-            raise InputError(f"{name}: has no trained LM head, which scores are read from; take another model")
+            raise InputError(f"{name}: has no trained LM head, which computes the scores; use another model")
         track_files(tracks, family_of(language_model.config).tracks, name, "--track ")
         most = language_model.config.most_tokens
         if window is not None and most is not None and window + 2 > most:
@@ -268,8 +269,8 @@ def check_finite(score_MN: npt.NDArray[np.floating], model: str) -> None:
     """Refuse the scores of M models for N variants or records, [M, N], if a score is NaN or infinite."""
     if wrong := int((~np.isfinite(score_MN)).any(0).sum()):
         raise InputError(
-            f"{model}: {wrong:,} of {score_MN.shape[-1]:,} scores are no finite numbers, since its weights are damaged "
-            "or overflow; take another model or an earlier checkpoint"
+            f"{model}: {wrong:,} of {score_MN.shape[-1]:,} scores are NaN or infinite: the weights are damaged, or "
+            "numbers overflow; use another model or an earlier checkpoint"
         )
 
 
@@ -327,11 +328,11 @@ def score_sequences(
         if (family := family_of(language_model.config)).corruption is None:
             known = ", ".join(other.title for other in FAMILIES.values() if other.corruption)
             raise UsageError(
-                f"--method {method}: the estimate from one pass holds for the training of {known} only, and {name} is "
-                f"of {family.title}; pass --method {MASKED}"
+                f"--method {method}: works only for {known}, because of their training, and {name} is "
+                f"{family.title}; pass --method {MASKED}"
             )
     with tempfile.TemporaryDirectory(prefix="esmshard-score-") as scratch:
-        # The whole input is read before the first record is scored, so that a bad record at the end costs only seconds.
+        # The input is read to its end before the first record is scored, so a bad record costs only seconds.
         chains = opened[0].config.chains
         examples, notices = read_input(model, fasta, tracks, Path(scratch), chains)
         further = [notice for name in ensemble for notice in without_tracks(name, tracks)]

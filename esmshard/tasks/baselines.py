@@ -1,8 +1,7 @@
-"""Linear models on fixed features, fitted by scikit-learn, for baselines and probes.
+"""Fits linear models to fixed features with scikit-learn, for baselines and probes.
 
-A model is one array [O, F + 1]: the weights of F features for each of O outputs, and the bias in the last column.
-Models are fitted to standardised features, and then converted to models of the original features. The penalty is
-chosen on a part of the examples. This penalty also suits all examples, since it is the strength of a prior.
+A model is one array [O, F + 1]: the weights of F features for each of O outputs, then the bias. The penalty is chosen
+on a part of the examples. It also suits all examples, since it is the strength of a prior.
 """
 
 import warnings
@@ -21,13 +20,10 @@ from torch import nn
 RIDGE_ROWS, LOGISTIC_ROWS = 1000, 3000
 """The maximum number of examples on which the penalty is chosen, for ridge and for logistic regression. With 1,280
 features, leave-one-out takes one second for 1,000 examples and ten seconds for 2,000."""
-ALPHAS = np.logspace(-1, 5, 13)
-"""The penalties of ridge regression from which the best is chosen."""
-CS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)
-"""The inverse penalties of logistic regression from which the best is chosen."""
+ALPHAS = np.logspace(-1, 5, 13)  # the candidate penalties of ridge regression
+CS = (1e-4, 1e-3, 1e-2, 1e-1, 1.0)  # the candidate inverse penalties of logistic regression
 FOLDS = 3
-ABSENT = -30.0
-"""The logit that a model predicts for a class without examples."""
+ABSENT = -30.0  # the logit that a model predicts for a class without examples
 
 Floats = npt.NDArray[np.floating]
 Array = npt.NDArray[np.float32]
@@ -40,22 +36,21 @@ def apply(model: Array, x_F: Floats) -> Array:
 
 @torch.no_grad()
 def copy_to(layer: nn.Linear, model: Array) -> None:
-    """Copy a linear model of F features and O outputs into a layer of torch."""
+    """Copy a linear model of F features and O outputs into a torch layer."""
     layer.weight.copy_(torch.from_numpy(model[:, :-1]))
     layer.bias.copy_(torch.from_numpy(model[:, -1]))
 
 
 def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Array:
-    """Fit ridge regression for each target to the examples that have the target, and return one linear model.
+    """Fit ridge regression for each target to the examples that have this target, and return one linear model.
 
-    The penalty is chosen by leave-one-out error. If all values of a target are equal, the prediction is this value. For
-    a target without values, the prediction is 0.
+    The penalty is chosen by leave-one-out error. If a target has only one distinct value, the model predicts this
+    value.
 
     Args:
         x_NF: features.
-        y_NT: targets; NaN for a missing target.
-        light_F: a factor for each standardised feature. A larger factor means a smaller penalty on the feature: the
-            penalty is divided by the square of the factor.
+        y_NT: targets; NaN for a missing target. The model predicts 0 for a target without values.
+        light_F: factors for the standardised features; the penalty on a feature is divided by its factor's square.
     """
     scaled_NF, fold = _standardise(x_NF, light_F)
     weight_TF, bias_T = np.zeros((y_NT.shape[1], x_NF.shape[1])), np.zeros(y_NT.shape[1])
@@ -75,7 +70,7 @@ def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Ar
 def fit_classes(
     x_NF: Floats, y_N: npt.NDArray[np.integer], n_classes: int, weight_C: Floats | None = None, seed: int = 0
 ) -> Array:
-    """Fit multinomial logistic regression to classes. With two classes, the logit of the first class is 0.
+    """Fit multinomial logistic regression. With two classes, the logit of the first class is 0.
 
     Args:
         x_NF: features.
@@ -97,8 +92,7 @@ def fit_classes(
 
 
 def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed: int = 0) -> Array:
-    """Fit logistic regression for each of C labels. One penalty is used for all labels. It is chosen on the label that
-    nearest to half of the examples have.
+    """Fit logistic regression for each of C labels, with one penalty, which is chosen on the most balanced label.
 
     Args:
         x_NF: features.
@@ -121,8 +115,8 @@ def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed:
 
 
 def _standardise(x_NF: Floats, light_F: Floats | None = None) -> tuple[Array, Callable[..., Array]]:
-    """Scale features to mean 0 and standard deviation 1, and multiply them by `light_F` if it is given. Also return a
-    function that converts weights [O, F] and biases [O] for scaled features to a model of the original features.
+    """Scale features to mean 0 and standard deviation 1, and multiply them by `light_F`. Also return a function that
+    converts weights [O, F] and biases [O] for scaled features to a model of the original features.
     """
     scaler = StandardScaler().fit(x_NF.astype(np.float64))
     mean_F, scale_F = scaler.mean_, scaler.scale_ / (1 if light_F is None else light_F)
@@ -140,9 +134,7 @@ def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: Flo
 
 
 def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], seed: int) -> float:
-    """Return the inverse penalty in CS with the lowest unweighted log loss in cross-validation. Classes with fewer
-    examples than FOLDS are left out. If fewer than two classes remain, return the smallest inverse penalty.
-    """
+    """Return the inverse penalty in CS with the lowest cross-validated log loss on classes with enough examples."""
     sampled = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
     classes, counts = np.unique(y_N[sampled], return_counts=True)
     sampled = sampled[np.isin(y_N[sampled], classes[counts >= FOLDS])]

@@ -1,25 +1,24 @@
-"""Task `contact`: residue-residue contacts from Cb coordinates. The metric is the precision of the highest-scored
-pairs, as in the ESM papers. The main baseline is the regression over attention maps.
+"""Task `contact`: contacts between residues, from Cb coordinates.
 
-Precision: take a protein of L resolved residues, and a range of separations. P@L/k is the share of contacts among the
-floor(L/k) valid pairs with the highest scores. The reported number is the mean over proteins. For complete proteins of
-at least 60 residues this mean equals `compute_precisions` of fair-esm's contact notebook
-(`tests/tasks/test_contact_precision.py`). Differences:
+The metrics are precisions of the highest-scored pairs, as in the ESM papers. P@L/k of a protein with L resolved
+residues is the share of contacts among the floor(L/k) valid pairs with the highest scores. The reported number is the
+mean over proteins. For complete proteins of at least 60 residues it equals `compute_precisions` of fair-esm's contact
+notebook (`tests/tasks/test_contact_precision.py`). Differences:
 
 - pairs without a label are never ranked, so the value cannot become negative;
 - a protein with fewer valid pairs than floor(L/k) has no value (NaN) and is left out of the mean;
 - only the upper triangle is scored, so scores must be symmetrised first;
-- if a score of a protein is not finite, as after a diverged training, all metrics of the protein are NaN;
+- if a score of a protein is not finite, as after a diverged training, all its metrics are NaN;
 - if scores are equal, the pair with the lower i ranks first, and then the pair with the lower j.
 
-For a record of several chains, these metrics use only pairs within a chain, and rank the pairs of all chains
-together. The metrics `interchain P@L/k` use all pairs of residues in two different chains, at any separation. Here L
-is the number of resolved residues of the shortest chain, like Ls for a heterodimer in Guo et al. 2022 (CDPred,
+For a record of several chains, these metrics use only pairs within a chain, and rank the pairs of all chains together.
+The metrics `interchain P@L/k` use all pairs of residues in two different chains, at any separation. Here L is the
+number of resolved residues of the shortest chain, like Ls for a heterodimer in Guo et al. 2022 (CDPred,
 doi:10.1038/s41467-022-34600-2).
 
-The regression follows Rao et al. 2021 (doi:10.1101/2020.12.15.422761) for all ESM models: an L1 logistic regression
-with C = 0.15. The regression predicts contacts of pairs at least six apart from the symmetrised and corrected attention
-maps of all heads of all layers, and is fitted to 20 proteins of the training split.
+The main baseline follows Rao et al. 2021 (doi:10.1101/2020.12.15.422761): an L1 logistic regression with C = 0.15. Its
+features are the symmetrised and corrected attention maps of all layers. It is fitted to 20 training proteins, on pairs
+at least six apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,25 +64,19 @@ RANGES: dict[str, tuple[int, float]] = {
     "short": (6, 12),
     "medium": (12, 24),
     "long": (24, np.inf),
-}
-"""For each range of separations j - i, the lowest separation in the range, and the lowest separation above it."""
+}  # lowest separation j - i in the range, and lowest separation above the range
 
 CUTS = {"P@L": 1, "P@L/2": 2, "P@L/5": 5}
-INTERCHAIN = "interchain"
-"""The name of the set of all pairs of residues in two different chains of a record."""
+INTERCHAIN = "interchain"  # all residue pairs in two different chains of a record
 INTERCHAIN_CUTS = {**CUTS, "P@L/10": 10}
 OF_CHAINS = tuple(f"{INTERCHAIN} {name}" for name in ("P@L/5", "P@L/10", "AUPRC"))
-"""The names of the additional metrics in the final table if a record has several chains."""
+"""Further metrics in the final table for records of several chains."""
 
 PROTEINS = 20
-C = 0.15
-"""The inverse strength of the L1 penalty of the regression. Rao et al. 2021 chose this value on 20 other proteins."""
-PREFERRED = 256
-"""The regression is fitted to proteins of at most this many residues. Longer proteins are used only if these are fewer
-than PROTEINS."""
+C = 0.15  # inverse strength of the L1 penalty, as in Rao et al. 2021
+PREFERRED = 256  # proteins with more residues are used only if there are too few shorter proteins
 MOST_NUMBERS = 40_000_000
-"""The maximum number of feature values to which the regression is fitted. liblinear needs about 36 bytes for each
-value (fp32, and two copies of 16 bytes), so 1.4 GB in all."""
+"""The maximum number of feature values for the fit. liblinear needs 36 bytes per value, so 1.4 GB in all."""
 
 
 class ContactSettings(TaskSettings):
@@ -109,9 +102,10 @@ class ContactSettings(TaskSettings):
         return None if self.head == "attention" else reason
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Return the size of all pair maps in bytes. Four maps, and six maps of each block, have `channels` numbers for
-        each pair. If maps are large, each block keeps one map, and one block at a time computes six maps again. Maps of
-        attention and of logits have one number for each pair. Queries and keys count as memory of the model.
+        """Return the size of all pair maps in bytes: four maps, and six per block, have `channels` numbers per pair.
+
+        For large maps, each block keeps one map, and one block at a time computes six maps again. Attention maps and
+        logits have one number per pair. Queries and keys count as memory of the model.
         """
         attended = {"attention": 4, "pairwise": 0, "both": 4 * (MAPS + 1)}[self.head]
         blocks, maps = self.blocks, 0
@@ -138,8 +132,8 @@ class ContactTask(Task):
             if any((target_LL[valid_pairs(target_LL, name)] == 1).any() for name in ("all", INTERCHAIN)):
                 return self
         raise InputError(
-            f"{train.path}: no record has a contact, that is residues six or more apart with Cb atoms under 8 A; give "
-            "structures of folded domains"
+            f"{train.path}: no record has a contact (Cb atoms under 8 A, six or more residues apart); give structures "
+            "of folded domains"
         )
 
     def head(self, config: ModelConfig) -> nn.Module:
@@ -149,8 +143,8 @@ class ContactTask(Task):
         return AttentionHead(n_maps) if self.settings.head == "attention" else BothHead(n_maps, *size)
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the model's input with the target, int8 [L, L]: 1 is a contact, 0 no contact, -1 undefined (see
-        `contact_labels`). The function `mark_linkers` marks residues of linkers between chains in the target.
+        """Return the model's input with the target, int8 [L, L]: 1 is a contact, 0 no contact, -1 undefined. The
+        diagonal marks linkers between chains (see `mark_linkers`).
         """
         linker_L, labels_LL = example.tokens[1:-1] == SEPARATOR, contact_labels(example.labels["cb"])
         return Inputs(
@@ -160,12 +154,12 @@ class ContactTask(Task):
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute the mean binary cross-entropy over the valid pairs of each protein. Return the sum of these means and
-        the number of proteins with a valid pair.
+        """Compute the mean binary cross-entropy over the valid pairs of each protein, and sum the means over proteins.
 
-        The number of pairs grows with the square of the length. Without means, long proteins would dominate the loss.
+        The count is the number of proteins with a valid pair. Without means, long proteins would dominate, since the
+        number of pairs grows with the square of the length.
         """
-        total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # has a gradient even if no pair is valid
+        total = torch.stack([o.sum() for o in outputs]).sum() * 0.0  # the gradient is 0, not missing, without pairs
         count = torch.zeros((), device=total.device)
         for logits_LL, target_LL in zip(outputs, targets, strict=True):
             labels_LL = on_device_of(target_LL, logits_LL)
@@ -194,9 +188,11 @@ class ContactTask(Task):
         return np.asarray(expit(output.astype(np.float64)), dtype=np.float32)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Return the fitted arrays of two baselines. `separation prior` [S] holds the log odds of a contact at each
-        separation, smoothed by one contact in a hundred pairs. The value at separation 0 is for residues in two chains.
-        `unsupervised head` [C + 1] holds weights and bias from `fit_regression`, if a record has a contact.
+        """Return the fitted arrays of two baselines.
+
+        `separation prior` [S] has the log odds of a contact at each separation, smoothed by one contact in a hundred
+        pairs. Index 0 is for residues in two chains. `unsupervised head` [C + 1] has weights and bias from
+        `fit_regression`. It is left out if no training pair is a contact.
         """
         targets = [self.inputs(example).target for example in train]
         longest = max(len(labels_LL) for labels_LL in targets)
@@ -215,9 +211,11 @@ class ContactTask(Task):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Return the outputs of four baselines. `base rate` is a random order of the pairs. `separation prior` is a
-        score that depends only on the separation. `unsupervised head` is a regression over the attention maps of the
-        model before the first step. `before fine-tuning` is this model with its new head.
+        """Return the outputs of four baselines.
+
+        `base rate` ranks pairs at random. `separation prior` scores pairs by their separation. `unsupervised head` is a
+        regression over the attention maps of the model before training. `before fine-tuning` is this model with its new
+        head.
         """
         inputs = [self.inputs(example) for example in examples]
         outputs: Outputs = {"base rate": [contact_precision(None, record.target) for record in inputs]}
@@ -248,9 +246,7 @@ class ContactTask(Task):
 
 
 def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-    """Return the indices i and j of labelled pairs with i < j. `name` is a key of RANGES, for pairs within chains, or
-    INTERCHAIN.
-    """
+    """Return the indices i < j of labelled pairs. `name` is a key of RANGES (pairs within chains) or INTERCHAIN."""
     low, high = (1, np.inf) if name == INTERCHAIN else RANGES[name]
     chain_L = chain_numbers(labels_LL)
     i, j = np.triu_indices(len(labels_LL), low)
@@ -259,11 +255,13 @@ def valid_pairs(labels_LL: npt.NDArray[np.int8], name: str) -> tuple[npt.NDArray
 
 
 def contact_precision(scores_LL: npt.NDArray[np.float32] | None, labels_LL: npt.NDArray[np.int8]) -> dict[str, float]:
-    """Compute the metrics of one protein: `long P@L`, `long P@L/2`, ... for each range in RANGES, and `AUPRC` over all
-    valid pairs within chains. Only a record of several chains has `interchain P@L`, ..., and `interchain AUPRC`.
+    """Compute the metrics of one protein: `long P@L`, `long P@L/2`, ... for each range in RANGES, and `AUPRC`.
+
+    `AUPRC` is over all valid pairs within chains. Only a record of several chains has `interchain P@L`, ..., and
+    `interchain AUPRC`.
 
     Args:
-        scores_LL: the score of each pair. Higher scores mean more likely contacts. Only the upper triangle is read. If
+        scores_LL: the score of each pair; higher means a more likely contact. Only the upper triangle is read. With
             None, return the expected metrics of a random order: the share of contacts among the pairs.
         labels_LL: 1 for a contact, 0 for no contact, -1 for an undefined pair (see `contact_labels`).
     """
@@ -301,9 +299,7 @@ def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
 
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
-    """Count all valid pairs in bins of predicted contact probability (see `metrics.calibration`). If the logit of a
-    valid pair is NaN, no pair is counted.
-    """
+    """Count valid pairs in bins of predicted probability (see `metrics.calibration`); none if a logit is NaN."""
     i, j = np.concatenate([valid_pairs(labels_LL, name) for name in ("all", INTERCHAIN)], axis=1)
     if np.isnan(logits_LL[i, j]).any():
         i, j = i[:0], j[:0]
@@ -313,12 +309,11 @@ def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.in
 def fit_regression(
     trunk: Trunk, examples: Sequence[Example], labels: Sequence[npt.NDArray[np.int8]], seed: int
 ) -> npt.NDArray[np.float32]:
-    """Fit a logistic regression over attention maps, and return an array [maps + 1]: the weight of each map, layer by
-    layer as in `contact_head.regression`, and then the bias.
+    """Fit a logistic regression over attention maps. Return the weight of each map and then the bias, [maps + 1].
 
-    If the features of the pairs of 20 proteins have more than MOST_NUMBERS values, all contacts and a random part of
-    the other pairs are used. Each pair of this part gets a higher weight, so that the expected loss stays the same, and
-    so does the meaning of the penalty C.
+    Maps are ordered layer by layer, as in `contact_head.regression`. If the features have more than MOST_NUMBERS
+    values, only a random part of the pairs without contact is used. These pairs get a higher weight, so that the
+    expected loss and the meaning of the penalty C stay the same.
 
     Args:
         trunk: a model in evaluation mode.
@@ -344,16 +339,16 @@ def fit_regression(
 
 
 def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
-    """Return the indices of at most 20 examples that have both contacts and other valid pairs, in random order.
-    Examples of at most PREFERRED residues come first. Raises `InputError` if no example can be chosen.
+    """Return the indices of at most 20 examples that have both contacts and other valid pairs, in random order. Short
+    examples (PREFERRED) come first. Raises `InputError` if no example can be chosen.
     """
     order = sorted(rng.permutation(len(labels)), key=lambda n: len(labels[n]) > PREFERRED)
     usable = (int(n) for n in order if len(np.unique(labels[n][valid_pairs(labels[n], "all")])) == 2)
     chosen = list(islice(usable, PROTEINS))
     if not chosen:
         raise InputError(
-            "no training record has contacts between residues at least six apart, and a regression needs some; give "
-            "records with coordinates of whole domains"
+            "no training record has contacts between residues at least six apart; give records with coordinates of "
+            "whole domains"
         )
     return chosen
 
@@ -375,9 +370,7 @@ def thin(
 def pair_features(
     trunk: Trunk, example: Example, i: npt.NDArray[np.intp], j: npt.NDArray[np.intp]
 ) -> npt.NDArray[np.float32]:
-    """Return the values of all attention maps at P pairs (i, j) of one protein, fp32 [P, maps]. Only the maps of one
-    layer are in memory at a time.
-    """
+    """Return all attention maps at P pairs (i, j), fp32 [P, maps]. Only one layer's maps are in memory at a time."""
     device = trunk.device
     rows, columns = torch.from_numpy(i).to(device), torch.from_numpy(j).to(device)
     features: list[npt.NDArray[np.float32]] = []

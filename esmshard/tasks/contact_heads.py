@@ -1,4 +1,4 @@
-"""Heads that predict residue-residue contacts. They compute logits [L, L] from representations or attention maps."""
+"""Defines heads that predict contacts: logits [L, L] from representations or attention maps."""
 
 import math
 from collections.abc import Sequence
@@ -14,24 +14,20 @@ from esmshard.model.trunk import embedding
 from esmshard.model.weights import Weights
 from esmshard.vocab import SEPARATOR
 
-MAX_SEPARATION = 64
-"""The largest separation with its own embedding. All larger separations share this embedding."""
-DILATIONS = (1, 2, 4)
-"""The dilations of the first convolution in each `PairBlock`. Successive blocks cycle through these values."""
-MAPS = 8
-"""The number of mixtures of attention maps that the network of head `both` reads."""
+MAX_SEPARATION = 64  # the largest separation with its own embedding, which larger separations share
+DILATIONS = (1, 2, 4)  # the dilations of the first convolution in successive `PairBlock`s, repeated
+MAPS = 8  # the number of mixtures of attention maps that the head `both` reads
 KEPT_PAIRS = 256**2
-"""For maps of more residue pairs than this number, the backward pass computes each `PairBlock` again."""
-PRIOR = 0.03
-"""The approximate share of contacts among residue pairs six or more apart. A new head predicts this probability."""
+"""For larger maps (in residue pairs), the backward pass computes each `PairBlock` again to save memory."""
+PRIOR = 0.03  # the approximate share of contacts among pairs six or more apart; a new head predicts it
 PRIOR_LOGIT = math.log(PRIOR / (1 - PRIOR))
 
 
 class AttentionHead(nn.Module):
     """The contact head of ESM: a logistic regression over the attention maps of all layers (Rao et al. 2021).
 
-    The gradient of the head also trains the layers of the model. Attention maps are symmetrised, corrected (APC) and
-    summed layer by layer; see `esmshard.model.contacts`.
+    The head's gradient also trains the layers of the model. Attention maps are symmetrised, corrected (APC) and summed
+    layer by layer; see `esmshard.model.contacts`.
     """
 
     def __init__(self, n_maps: int) -> None:
@@ -40,7 +36,7 @@ class AttentionHead(nn.Module):
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
     def start(self, weights: Weights) -> str | None:
-        """Copy the model's contact regression and return a sentence about the copy, or None if it has no regression."""
+        """Copy the model's contact regression. Return a sentence about the copy, or None without a regression."""
         if "contact_head" in weights.absent or weights.seed is not None:
             return None
         for name, parameter in self.regression.named_parameters():
@@ -51,15 +47,14 @@ class AttentionHead(nn.Module):
         return ContactAccumulators(len(batch), self.regression.weight, self.regression.bias)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch, given: ContactAccumulators) -> list[torch.Tensor]:
-        # The regression reads the queries and keys of the last layer, but not the layer's output. The variable `zero`
-        # gives this output a gradient of zeros. Without a gradient, FSDP would not gather the last layer for the
-        # backward pass, and the last matrices of the layer would have no optimizer state.
+        # The regression does not read the last layer's output. `zero` gives this output a gradient of zeros. Otherwise
+        # FSDP would not gather the layer for the backward pass, and its last matrices would have no optimizer state.
         zero = x_TD[:0].sum()
         return [logits_1LL[0] + zero for logits_1LL in given.logits()]
 
 
 class PairBlock(nn.Module):
-    """A residual block over a map of residue pairs: twice in sequence, normalisation, gelu and a 3x3 convolution."""
+    """A residual block over a map of residue pairs: twice normalisation, gelu and a 3x3 convolution."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -80,13 +75,12 @@ class PairwiseHead(nn.Module):
     Two projections of x_LD to C channels are multiplied for each pair, as left_i right_j + right_i left_j, and an
     embedding of |i - j| is added. Residues in different chains get the embedding of the largest separations. A small
     dilated residual network and a linear layer follow. The logits of (i, j) and (j, i) are averaged. Each record has a
-    map of its own, so no padding enters the normalisation.
+    separate map, so no padding enters the normalisation.
 
-    Pair maps of C x L x L numbers take most of the memory. Without gradients, four maps exist at a time. In training,
-    the backward pass computes the blocks of a large map again: each block keeps one map, and only one block at a time
-    has its inner maps. A LayerNorm over the channels of each pair would need less memory, but with LayerNorm the head
-    learned markedly less in the same number of steps (docs/tasks.md). The argument `maps` is the number of attention
-    maps that the method `forward` gets for each record, [maps, L, L].
+    Pair maps of C x L x L numbers need most of the memory. In training, the backward pass computes the blocks of a
+    large map again. A LayerNorm over channels would need less memory, but the head learned less with it
+    (docs/tasks.md). The argument `maps` is the number of attention maps that `forward` gets for each record, [maps, L,
+    L].
     """
 
     def __init__(self, dim: int, channels: int, blocks: int, maps: int = 0) -> None:
@@ -98,7 +92,7 @@ class PairwiseHead(nn.Module):
         self.widen = nn.Linear(maps, channels, bias=False) if maps else None
         self.blocks = nn.ModuleList(PairBlock(channels, DILATIONS[n % len(DILATIONS)]) for n in range(blocks))
         self.out = nn.Conv2d(channels, 1, 1)
-        # Weights near zero, so that training starts at PRIOR. With zeros a new head would score all pairs alike.
+        # Weights near zero, so that training starts at PRIOR. With zeros all pairs would get the same score.
         nn.init.uniform_(self.out.weight, -0.02, 0.02)
         nn.init.constant_(self.out.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
@@ -118,7 +112,7 @@ class PairwiseHead(nn.Module):
         self, left_CL: torch.Tensor, right_CL: torch.Tensor, chain_L: torch.Tensor, maps_ALL: torch.Tensor | None
     ) -> torch.Tensor:
         length = left_CL.shape[1]
-        if length == 1:  # the normalisation needs a variance, and one number has none
+        if length == 1:  # the normalisation needs a variance, so the residue is doubled
             maps_ALL = None if maps_ALL is None else maps_ALL.expand(-1, 2, 2)
             left_CL, right_CL, chain_L = left_CL.expand(-1, 2), right_CL.expand(-1, 2), chain_L.expand(2)
             return self._logits(left_CL, right_CL, chain_L, maps_ALL)[:1, :1]
@@ -142,12 +136,12 @@ class BothHead(AttentionHead):
     """A head whose logits are the sum of the logits of an `AttentionHead` and of a `PairwiseHead`.
 
     The pairwise head reads products of representations, the attention head's logits and MAPS mixtures of attention
-    maps. Its output starts near zero, so the logits of a new head are nearly those of the attention head.
+    maps. Its output starts near zero, so a new head predicts nearly the logits of the attention head.
     """
 
     def __init__(self, n_maps: int, dim: int, channels: int, blocks: int) -> None:
         super().__init__(n_maps)
-        # Values of corrected maps are about 1 / L. With weights of about 1, mixtures are as large as the products.
+        # Values of corrected maps are about 1 / L, so weights of about 1 make mixtures as large as the products.
         self.mix = nn.Parameter(torch.empty(MAPS, n_maps).uniform_(-1, 1))
         self.pairwise = PairwiseHead(dim, channels, blocks, maps=MAPS + 1)
         nn.init.zeros_(self.pairwise.out.bias)  # type: ignore[arg-type]

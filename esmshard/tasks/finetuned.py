@@ -1,4 +1,4 @@
-"""Opens fine-tuned models with their task heads, and builds the model before the first step from a recipe."""
+"""Opens fine-tuned models with their task heads, and builds the model before training from a recipe."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -26,14 +26,12 @@ class FineTuned:
 
     model: FineTuner
     task: Task
-    about: Mapping[str, Any]
-    """The content of the file `esmshard.json` in the directory of the model."""
+    about: Mapping[str, Any]  # the content of the file `esmshard.json` in the model's directory
 
 
 def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
-    """Open the model and its task head from a directory that `consolidate` wrote, in evaluation mode.
-
-    Raises `InputError` for a model without a fine-tuned head, and `UsageError` for a device that does not exist.
+    """Open the model and its task head from a directory that `consolidate` wrote, in evaluation mode. Raises
+    `InputError` without a fine-tuned head, and `UsageError` for an unknown device.
     """
     computing, path = chosen_device(device), weights.directory(model) / "esmshard.json"
     opened = weights.read(model)
@@ -54,18 +52,15 @@ def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
 
 
 def load_base(recipe: Recipe, task: Task, device: DeviceName = None) -> FineTuner:
-    """Build the model before the first training step of a run: the initial weights, and a new head from the seed."""
+    """Build the model before training: the initial weights, and a new head from the recipe's seed."""
     opened, computing = initial_weights(recipe), chosen_device(device)
     head, _ = new_head(recipe, task, opened)
     return FineTuner(weights.build(opened, computing), head.to(computing)).eval()
 
 
 def initial_weights(recipe: Recipe) -> Weights:
-    """Open the weights from which the training of a recipe starts. The model joins chains as `data.join` says.
-
-    Raises:
-        InputError: the key `init` does not fit `model.name`.
-        UsageError: the model cannot join chains as `data.join` says.
+    """Open the weights from which training starts, with chains joined as `data.join` says. Raises `InputError` if
+    `init` does not fit `model.name`, and `UsageError` if the model cannot join chains this way.
     """
     name = recipe.model.name
     if recipe.init == "random":
@@ -90,18 +85,18 @@ def without_tracks(model: str, given: Collection[str]) -> list[str]:
         recipe = read_json(weights.place(model) / "esmshard.json")["recipe"]
         missing = [name for name in recipe["data"].get("tracks") or {} if name not in given]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return []  # The model is not fine-tuned, or opening it raises an error with the reason.
+        return []  # The model is not fine-tuned, or it is broken: then `weights.read` raises the error.
     if not missing:
         return []
     options = " ".join(f"--track {name}=PATH" for name in missing)
     return [
         f"{model}: was fine-tuned with the track{'s' if len(missing) > 1 else ''} {listed(missing)}, which it is not "
-        f"given, so that its test does not say how good it is here; pass {options}"
+        f"given, so its test scores do not hold for these predictions; pass {options}"
     ]
 
 
 def new_head(recipe: Recipe, task: Task, opened: Weights) -> tuple[nn.Module, str | None]:
-    """Return a new head from the recipe's seed, and a sentence about values that were copied into the head, or None."""
+    """Return a new head from the recipe's seed, and a sentence about values that were copied into it, or None."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         head = task.head(opened.config)
@@ -109,9 +104,10 @@ def new_head(recipe: Recipe, task: Task, opened: Weights) -> tuple[nn.Module, st
 
 
 def start_values(task: Task, head: nn.Module, opened: Weights) -> str | None:
-    """Set the values of a new head. If `opened` has a head of the same task, targets or classes, and sizes, copy this
-    head. Otherwise call the new head's method `start`, if it has one, which may copy values of the language model.
-    Return a sentence about the copied values, or None.
+    """Set the values of a new head. Return a sentence about copied values, or None.
+
+    If `opened` has a head of the same task, targets or classes, and sizes, this head is copied. Otherwise the new
+    head's method `start`, if it has one, may copy values of the language model.
     """
     start = getattr(head, "start", lambda weights: None)
     if not opened.head or not head.state_dict():
@@ -129,6 +125,6 @@ def start_values(task: Task, head: nn.Module, opened: Weights) -> str | None:
     else:
         head.load_state_dict(opened.head_state())
         scaled = any(facts.get(key) != task.facts.get(key) for key in ("mean", "std"))
-        more = "; its training labels had another mean or deviation, so its first outputs are shifted or scaled"
+        more = "; its training labels had another mean or deviation, so its outputs start shifted or scaled"
         return f"the head goes on from the {name} head of {opened.source}{more if scaled else ''}"
     return f"{opened.source}: its head is {difference} and is left out; {start(opened) or 'the head is new'}"

@@ -1,6 +1,5 @@
-"""The common parts of the tasks `sequence`, `pair` and `residue`: settings, heads, losses, baselines, calibration.
-
-The label of a record or residue is a number, one of several classes, or (`multilabel`) any of several classes.
+"""The common parts of the tasks `sequence`, `pair` and `residue`: settings, heads, losses, baselines, calibration. A
+label is a number, one of several classes, or any of several classes (kind `multilabel`).
 """
 
 from abc import abstractmethod
@@ -27,15 +26,11 @@ from esmshard.tasks.base import LossSum, Outputs, Task, on_device_of, regression
 from esmshard.tasks.baselines import apply, copy_to, fit_classes, fit_labels, fit_numbers
 from esmshard.tasks.metrics import LEAST, Row
 
-OUTPUTS = 8
-"""The number of classes that memory estimates assume before labels are read."""
+OUTPUTS = 8  # the number of classes that memory estimates assume before labels are read
 MOST_ROWS = 50_000
-"""The maximum number of residues to which baselines and probes are fitted. These residues are spread evenly over the
-training examples."""
-TEMPERATURES = 2.0 ** (np.arange(-16, 41) / 8)
-"""The temperatures from which the best is chosen, from 1/4 to 32. Each is 9% higher than the previous temperature."""
-FROZEN = "frozen embedding"
-"""The name of the baseline that is a linear model of the representations before the first training step."""
+"""The maximum number of residues to which baselines and probes are fitted."""
+TEMPERATURES = 2.0 ** (np.arange(-16, 41) / 8)  # the candidates, from 1/4 to 32 in steps of 9%
+FROZEN = "frozen embedding"  # a linear model of the representations before training
 
 
 class LabelSettings(TaskSettings):
@@ -45,8 +40,8 @@ class LabelSettings(TaskSettings):
     """The kind of the labels, such as `number` or `class`. Each task allows other kinds."""
     balance: float = Field(0.0, ge=0, le=1)
     """The exponent b of the loss weights: the weight of a class is frequency^-b. With 0 all labels have the same
-    weight. With 1 all classes have the same total weight. For `multilabel`, the weight of the proteins that have a
-    label is odds^-b, where odds = share with the label / share without. Not for kind `number`."""
+    weight. With 1 all classes have the same total weight. For `multilabel`, proteins with a label have the weight
+    odds^-b, where odds = share with the label / share without. Not for kind `number`."""
     hidden: int | None = Field(None, ge=0, le=8192)
     """The width of the head's hidden layer. 0 makes a linear head. The default is the width of the model."""
     dropout: float = Field(0.1, ge=0, lt=1)
@@ -56,7 +51,7 @@ class LabelSettings(TaskSettings):
     @classmethod
     def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
         if balance and info.data.get("kind") == "number":
-            raise ValueError("weighs classes, and the recipe has kind number; remove it")
+            raise ValueError("is for classes, and the recipe has kind number; remove it")
         return balance
 
     def no_probe(self) -> str | None:
@@ -64,9 +59,8 @@ class LabelSettings(TaskSettings):
 
 
 class LabelHead(nn.Module):
-    """The base class of heads with one or two layers. Its modules are the LayerNorm `norm` of width `dim`, `dropout`,
-    the first layer `hidden` (None if the head is linear), `hidden_dropout`, and the last layer `out`. The argument
-    `inputs` is the input width of the first layer. With the argument `hidden=0` the head is linear.
+    """The base class of heads with a LayerNorm of width `dim` and one or two layers. The first layer has `inputs`
+    inputs. With `hidden=0` the head is linear: it has no hidden layer.
     """
 
     def __init__(self, dim: int, inputs: int, hidden: int, outputs: int, dropout: float) -> None:
@@ -76,31 +70,30 @@ class LabelHead(nn.Module):
         self.hidden_dropout = RecordDropout(dropout, layer=1)
         self.hidden = self.new_hidden(inputs, hidden) if hidden else None
         self.out = nn.Linear(hidden or inputs, outputs)
-        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero, so that the bias decides the output of a new head
+        nn.init.normal_(self.out.weight, std=0.02)  # nearly zero, so a new head predicts nearly its bias
         nn.init.zeros_(self.out.bias)
 
     def new_hidden(self, inputs: int, hidden: int) -> nn.Module:
         return nn.Linear(inputs, hidden)
 
     def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Convert representations of S residues, or means over S sequences, [S, D], to inputs of the first layer."""
+        """Convert the representations of S residues or sequences, [S, D], to inputs of the first layer."""
         normed_SD: torch.Tensor = self.norm(x_SD)
         return normed_SD
 
 
 class LabelTask(Task):
-    """The base class of tasks that learn labels. Outputs: T standardised numbers [T] or logits of C classes [C], for a
-    record or for each residue.
+    """The base class of tasks with labels. Outputs: T standardised numbers [T] or logits [C], per record or residue.
 
-    Facts for kind `number`: `targets` (the names of the targets), `mean` and `std` of the training labels. Facts for
-    classes: `classes` (the names of the classes), `counts` (how many training labels each class has), `records` (the
-    number of training records), and `temperature` (see `fit_temperature`).
+    Facts for kind `number`: `targets` (names), and `mean` and `std` of the training labels. Facts for classes:
+    `classes` (names), `counts` (training labels of each class), `records` (the number of training records), and
+    `temperature` (see `fit_temperature`).
     """
 
     settings: LabelSettings
     of_base: ClassVar[tuple[str, ...]] = (FROZEN,)
     fitted: ClassVar[tuple[str, ...]]
-    """The names of the baselines that are linear models of the features from the method `features`."""
+    """The names of the baselines that are linear models of the result of `features`."""
     head_class: ClassVar[type[LabelHead]]
 
     @property
@@ -112,9 +105,6 @@ class LabelTask(Task):
         return self.settings.kind == "class"
 
     def learn(self, train: Examples) -> Self:
-        """Return a copy of this task whose facts are the mean and standard deviation of each target in training, or the
-        number of training labels of each class.
-        """
         labels, unit = train.labels, "residue" if self.per_residue else "record"
         if not len(train):
             raise InputError(f"{train.path}: no training record has a label; give labels, or another file")
@@ -125,7 +115,7 @@ class LabelTask(Task):
             known = [y_M[~np.isnan(y_M)] for y_M in values_MT.T]
             for name, y_M in zip(names, known, strict=True):
                 what = "the label" if self.per_residue else f"the target {shown(name)}"
-                require_two_values(train.path, what, y_M, unit)
+                require_two_values(train.path, what, y_M)
             mean, std = [float(y_M.mean()) for y_M in known], [float(y_M.std()) for y_M in known]
             return type(self)(self.settings, {"targets": list(names), "mean": mean, "std": std})
         named = type(self)(self.settings, {"classes": list(names)})
@@ -138,11 +128,10 @@ class LabelTask(Task):
         return type(self)(self.settings, {"classes": list(names), "counts": counts.tolist(), "records": len(train)})
 
     def _check_counts(self, train: Examples, names: Sequence[str], counts: npt.NDArray[np.int64], unit: str) -> None:
-        """Refuse training labels that are missing or all the same, and classes without a training label."""
         absent = [shown(name) for name, count in zip(names, counts, strict=True) if not count]
         several, problem = self.settings.kind == "multilabel", ""
         if not counts.any():
-            problem = f"no training {unit} has a label; look at labels and masks"
+            problem = f"no training {unit} has a label; check labels and masks"
         elif several and (counts == len(train)).all():
             problem = "every training record has the same labels; give others"
         elif not several and len(absent) == len(names) - 1:
@@ -150,8 +139,8 @@ class LabelTask(Task):
             problem = f"every training {unit} has the class {name}; give labels of two classes or more"
         elif absent:
             problem = (
-                f"no training {unit} has the {'label' if several else 'class'} {first_three(absent, str)}, so that it "
-                "cannot be learned; divide the records in another way, join it with another, or leave it out"
+                f"no training {unit} has the {'label' if several else 'class'} {first_three(absent, str)}; "
+                "split the records in another way, merge it into another class, or remove its records"
             )
         if problem:
             raise InputError(f"{train.path}: {problem}")
@@ -170,19 +159,20 @@ class LabelTask(Task):
         return label
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the model's input with the target. For numbers the target has standardised values, NaN if missing,
-        float32 [..., T]. For a class it is int64 [...], -1 if missing. For `multilabel` it is 0 or 1, float32 [C].
+        """Return the model's input with the target. Numbers are standardised, NaN if missing, float32 [..., T]. A class
+        is int64 [...], -1 if missing. `multilabel` targets are 0 or 1, float32 [C].
         """
         target = self.target(example.labels["target"])
         if self.settings.kind == "number":
             target = ((target - np.array(self.facts["mean"])) / np.array(self.facts["std"])).astype(np.float32)
-        # `np.array` copies the target, since torch needs a writable array.
-        return Inputs(example.tokens, np.array(target), tracks=example.tracks)
+        return Inputs(example.tokens, np.array(target), tracks=example.tracks)  # torch needs a writable copy
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Compute the loss. For numbers it is squared errors or Huber losses of standardised values, without missing
-        values. For a class it is weighted cross-entropy, whose count is the sum of the weights. For `multilabel` it is
-        binary cross-entropy over all labels. All residues of a batch count equally, as in the metrics.
+        """Compute the loss. All residues of a batch count equally, as in the metrics.
+
+        - `number`: squared errors or Huber losses of standardised values, without missing values.
+        - `class`: weighted cross-entropy, whose count is the sum of the weights.
+        - `multilabel`: binary cross-entropy over all labels.
         """
         join = torch.cat if self.per_residue else torch.stack
         output = join(list(outputs))
@@ -197,24 +187,20 @@ class LabelTask(Task):
         return LossSum(total, torch.full((), float(target.numel()), device=output.device))
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return numbers in the unit of the labels, float32 [T] for a record or [L] for residues. For classes, return
-        calibrated probabilities, float32 [..., C].
-        """
+        """Return float32 numbers in the labels' unit, [T] or (residues) [L], or calibrated probabilities [..., C]."""
         if self.settings.kind == "number":
             values = output.astype(np.float64) * np.array(self.facts["std"]) + np.array(self.facts["mean"])
             return np.asarray(values[:, 0] if self.per_residue else values, dtype=np.float32)
         return self.probabilities(output / temperature_of(self.facts))
 
     def probabilities(self, logits: npt.NDArray[np.floating]) -> npt.NDArray[np.float32]:
-        """Convert logits to probabilities of the classes, which are along the last dimension."""
+        """Convert logits to class probabilities. Classes are along the last dimension."""
         logits = logits.astype(np.float64)
         is_class = self.settings.kind == "class"
         return np.asarray(special.softmax(logits, axis=-1) if is_class else special.expit(logits), dtype=np.float32)
 
     def prior(self) -> npt.NDArray[np.float32]:
-        """Return the output of a head, [O], that predicts the mean or the class frequencies of the training labels. If
-        there are no facts yet, return zeros: OUTPUTS zeros if the number of classes is unknown.
-        """
+        """Return the head's output [O] that predicts the labels' mean or class frequencies; zeros without facts."""
         if self.settings.kind == "number":
             return np.zeros(len(self.names) or 1, dtype=np.float32)
         if not self.facts:
@@ -251,7 +237,7 @@ class LabelTask(Task):
 
     def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], npt.NDArray[Any]]:
         """Choose at most MOST_ROWS labelled residues, evenly spread, or all records if records have labels. Return the
-        chosen indices in each example, and the targets at all of these indices, [M] or [M, O].
+        chosen indices in each example, and the targets at all these indices, [M] or [M, O].
         """
         targets = [self.inputs(example).target for example in train]
         targets = targets if self.per_residue else [target[None] for target in targets]
@@ -319,7 +305,7 @@ class LabelTask(Task):
 
 
 def temperature_of(facts: Mapping[str, Any]) -> float:
-    """Return the temperature, by which logits are divided before the softmax. It is 1 if no temperature was fitted."""
+    """Return the number by which logits are divided before the softmax: 1 if no temperature was fitted."""
     return float(facts.get("temperature") or 1.0)
 
 
@@ -361,7 +347,7 @@ def probability_row(
 
 
 def of_probabilities(rows: Sequence[Row], predictions: npt.NDArray[np.float64] | None = None) -> dict[str, float]:
-    """Compute ECE and log loss over all predictions. If a temperature was fitted, also compute both metrics without it.
+    """Compute ECE and log loss over all predictions; with a fitted temperature, also both metrics without it.
 
     Args:
         rows: results of `probability_row`.
@@ -385,10 +371,8 @@ def fit_temperature(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the facts `temperature` and `validation_records`. If the rows have no `log losses`, return no facts.
 
     The temperature is the value in TEMPERATURES with the lowest log loss (Guo et al. 2017, arXiv:1706.04599). If fewer
-    than LEAST records are labelled, or if a log loss is not finite, the temperature is None.
-
-    Args:
-        rows: rows of the validation split from a task without a temperature.
+    than LEAST records are labelled, or if a log loss is not finite, the temperature is None. The rows come from
+    validation records and a task without a temperature.
     """
     if "log losses" not in rows[0]:
         return {}

@@ -1,4 +1,4 @@
-"""The probabilities of amino acids that a language model predicts at a residue, if the residue is masked or visible."""
+"""Computes the probabilities of amino acids that a language model predicts at masked or visible residues."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -17,30 +17,24 @@ from esmshard.progress import Progress
 from esmshard.vocab import MASK, RESIDUES, STANDARD, VOCAB_SIZE, encode
 
 TOKENS = 4096
-"""The maximum number of tokens in one batch of whole sequences. Larger batches need more memory and are not faster on a
-CPU."""
+"""The maximum number of tokens in a batch of whole sequences. Larger batches are not faster on a CPU."""
 
 _LETTERS = torch.from_numpy(encode(RESIDUES)[1:-1].astype(np.int64))
 _COLUMN = np.zeros(VOCAB_SIZE, np.int64)
 _COLUMN[_LETTERS.numpy()] = np.arange(len(RESIDUES))
 
-Tracks = Mapping[str, npt.NDArray[Any]]
-"""The values of each track of a protein, [L + 2, ...], by the name of the track. A track is a further model input."""
-Protein = tuple[npt.NDArray[np.uint8], Tracks]
-"""A pair: the tokens of a protein, uint8 [L + 2], and the tracks of this protein."""
+Tracks = Mapping[str, npt.NDArray[Any]]  # a protein's further model inputs by name, [L + 2, ...]
+Protein = tuple[npt.NDArray[np.uint8], Tracks]  # tokens, uint8 [L + 2], and tracks
 
 
 class View(NamedTuple):
-    """The window of a protein that a model reads in one forward pass, and the residues that the model then predicts."""
+    """A window of a protein that a model reads in one forward pass, and the residues to predict in this window."""
 
-    protein: int
-    """The index of the protein among all proteins that are scored."""
+    protein: int  # the index of the protein among all scored proteins
     tokens: npt.NDArray[np.uint8]
     tracks: Tracks
-    places: npt.NDArray[np.int64]
-    """The indices of the tokens to predict in the field `tokens`, int64 [P]."""
-    residues: npt.NDArray[np.uint8]
-    """The true tokens at these indices, before any mask, uint8 [P]."""
+    places: npt.NDArray[np.int64]  # indices in `tokens` that the model predicts, [P]
+    residues: npt.NDArray[np.uint8]  # the true tokens at these indices, [P]
 
 
 def log_probabilities(
@@ -52,14 +46,14 @@ def log_probabilities(
     window: int | None = None,
     tracks: Tracks | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Compute the log probability of each residue type at each site, float32 [S, A], in the order of `vocab.RESIDUES`.
+    """Compute the log probability of each letter of `vocab.RESIDUES` at each site, float32 [S, A].
 
     Args:
         model: a model with an LM head.
         sequence: residues.
         sites: positions in `sequence`, from 0.
-        hidden: whether `<mask>` replaces each site, which takes one pass for each site. Otherwise nothing is masked,
-            and a sequence that fits into the window takes one pass.
+        hidden: whether `<mask>` replaces each site, which needs one forward pass per site. Otherwise nothing is masked,
+            and a sequence that fits into the window needs one pass.
         window: the number of residues that the model reads at once; by default as many as in its training.
         tracks: the values of each track of the sequence, by the name of the track.
     """
@@ -87,18 +81,18 @@ def pseudo_log_likelihoods(
     window: int,
     visible: Corruption | None = None,
 ) -> npt.NDArray[np.float64]:
-    """Return the sum of log p over the residues of each protein that are one of the 20 amino acids, float64 [N].
+    """Return the sum of log p over those residues of each protein that are one of the 20 amino acids, float64 [N].
 
-    p is the probability of the residue when only this residue is masked, which takes one forward pass for each residue.
-    With `visible`, the function `as_masked` estimates p from a pass in which nothing is masked. Windows that overlap by
-    half or more then cover a long protein, and each residue is predicted in the window whose middle is nearest.
+    By default p is the probability of the residue when only this residue is masked, so each residue needs a forward
+    pass. With `visible`, nothing is masked, and `as_masked` estimates p. Overlapping windows then cover a long protein,
+    and each residue is predicted in the window whose middle is nearest.
 
     Args:
         model: a model with an LM head.
         proteins: N proteins.
         scored_N: how many residues of each protein are scored; see `scored_residues`.
         window: the number of residues that the model reads at once.
-        visible: how the model's training changed residues, if nothing is masked. If None, each residue is masked.
+        visible: how the model's training changed residues, if nothing is masked.
     """
     sum_N, done = np.zeros(len(scored_N)), 0
     with Progress("score", int(scored_N.sum())) as progress:
@@ -127,13 +121,12 @@ def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
 def as_masked(log_p_P: npt.NDArray[np.float64], training: Corruption) -> npt.NDArray[np.float64]:
     """Estimate log p of masked residues from log p of the same residues when they are visible, float64 [P].
 
-    In training, the model also had to predict residues that were not masked. Of all residues to predict, the model saw
-    a share `unchanged` as the true residue x, and a share `random` as a random one of `letters` letters. If m is the
-    probability of x at a mask, Bayes' rule gives p = m (u + r) / (m u + r) for a visible x, where u is `unchanged`, and
-    r is `random` divided by `letters`. Hence m = p r / (u + r - u p).
+    In training, some residues to predict stayed visible: a share u (`unchanged`) as the true residue x, and a share
+    `random` as a random one of `letters` letters. Let r be `random` / `letters`, and m the probability of x at a mask.
+    Bayes' rule gives p = m (u + r) / (m u + r) for a visible x. Hence m = p r / (u + r - u p).
 
-    Gordon et al. 2024 (doi:10.1101/2024.10.03.616542) also estimate a pseudo-log-likelihood from one pass. The formula
-    here was derived for esmshard, and was not compared with the method of Gordon et al.
+    This formula was derived for esmshard. It was not compared with the one-pass estimate of Gordon et al. 2024
+    (doi:10.1101/2024.10.03.616542).
 
     >>> training = Corruption(random=0.1, unchanged=0.1, letters=20)
     >>> np.exp(as_masked(np.log([1.0, 0.525, 0.1]), training)).round(4).tolist()
@@ -160,15 +153,12 @@ def _around(n: int, protein: Protein, site: int, window: int, hidden: bool) -> V
 
 
 def _hidden(n: int, protein: Protein, window: int) -> Iterator[View]:
-    """Yield one window of protein `n` for each scored residue. In this window only this residue is masked."""
     for place in scored_residues(protein[0]).tolist():
         yield _around(n, protein, place - 1, window, hidden=True)
 
 
 def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
-    """Yield windows of at most `window` residues that cover protein `n`, as few as possible. Neighbouring windows
-    overlap by half or more.
-    """
+    """Yield as few windows as possible that cover protein `n` and overlap by half or more."""
     sites = scored_residues(protein[0]) - 1
     room = max(len(protein[0]) - 2 - window, 0)
     steps = -(-room // max(window // 2, 1))
@@ -180,10 +170,7 @@ def _visible(n: int, protein: Protein, window: int) -> Iterator[View]:
 
 
 def _predicted(model: Trunk, views: Iterable[View]) -> Iterator[tuple[View, npt.NDArray[np.float32]]]:
-    """Yield each window (`View`) with its log probabilities, float32 [P, A], computed in batches of about TOKENS.
-
-    The argument `views` should be an iterator, since all windows of a long protein would fill the memory.
-    """
+    """Yield each window with its log probabilities, float32 [P, A]. Windows are read as needed, to save memory."""
     device, threads = model.device, model.shared_on is None
 
     @torch.no_grad()

@@ -1,6 +1,6 @@
-"""Metrics that several tasks share, and their bootstrap intervals. An undefined metric is NaN, never 0.
+"""Computes metrics that several tasks share, and their bootstrap intervals. An undefined metric is NaN, never 0.
 
-A bootstrap computes metrics thousands of times, and scikit-learn and scipy are too slow for that. Metrics are therefore
+A bootstrap computes metrics thousands of times, and scikit-learn and scipy are too slow for this. Metrics are therefore
 computed from counts in the rows of the records (confusion matrices, calibration bins), and from ranks (see `ranked`).
 """
 
@@ -17,24 +17,19 @@ from esmshard.data.variants import Mutation, name_of
 
 Row = Mapping[str, float | npt.NDArray[Any]]
 """The values of one record by name, from which metrics are computed. Numbers (NaN if undefined) become columns of the
-file `per_protein.csv`. Arrays, such as counts of classes, are used only by the method `Task.summary`."""
+file `per_protein.csv`. Only the method `Task.summary` uses arrays, such as counts of classes."""
 
 R = TypeVar("R")
 
-CALIBRATION_BINS = 15
-"""The number of confidence bins of equal width for the calibration error, as in Guo et al. 2017 (arXiv:1706.04599)."""
-THRESHOLDS = np.arange(101) / 100
-"""The probability thresholds of Fmax: 0, 0.01, ..., 1."""
-BEST_SHARE = 0.01
-"""The share of the measured variants of a fold that count as the best variants of the fold."""
-RESAMPLES = 2000
-"""The number of bootstrap resamples, except for very many records (see MOST_ROWS)."""
+CALIBRATION_BINS = 15  # bins of equal width for the calibration error, as in Guo et al. 2017 (arXiv:1706.04599)
+THRESHOLDS = np.arange(101) / 100  # the probability thresholds of Fmax
+BEST_SHARE = 0.01  # the share of a fold's measured variants that count as the best variants of the fold
+RESAMPLES = 2000  # the number of bootstrap resamples; fewer for very many records (see MOST_ROWS)
 LEAST = 10
 """The minimum number of records, or blocks of records, for a bootstrap interval. With fewer records, percentile
-intervals are too narrow (Hesterberg 2015, doi:10.1080/00031305.2015.1089789).
-"""
+intervals are too narrow (Hesterberg 2015, doi:10.1080/00031305.2015.1089789)."""
 BIASED = frozenset({"ECE", "ECE before scaling"})
-"""The metrics whose best value is 0, and which noise raises. The value of a sample is too high, and the values of
+"""Metrics whose best value is 0, and which noise raises. The value of a sample is too high, and the values of its
 resamples are even higher (Kumar et al. 2019, arXiv:1909.10155). The function `interval` corrects for this bias."""
 MOST_ROWS = 10_000_000
 """The maximum number of rows in all resamples together. It reduces the number of resamples, but not below 200."""
@@ -50,7 +45,7 @@ def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
 
 
 def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
-    """Return from which of N records a metric, a `column` of the final table, is computed, bool [N].
+    """Return from which of N records the metric `column` of the final table is computed, bool [N].
 
     These are the records whose row has a number for this metric, or else for the target of this metric. If no row has
     such a number, return True for all records.
@@ -75,11 +70,10 @@ def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
 
 
 def ranked(rows: Sequence[Row]) -> list[Row]:
-    """Copy the rows. In the arrays whose key begins with `ranked `, replace each value by its place.
+    """Copy the rows. In arrays whose key begins with `ranked `, replace each value by its place, int32.
 
-    The place of a value, int32, is the number of distinct smaller values that all rows have under this key. A metric of
-    ranks is the same for places, and the values need not be sorted again for each resample. If a value under a key is
-    NaN, the arrays of this key stay unchanged.
+    The place is the number of distinct smaller values that all rows have under this key. Metrics of ranks are the same
+    for places, and resamples need no sorting. If a value under a key is NaN, the arrays of this key stay unchanged.
     """
     copies = [dict(row) for row in rows]
     for key in (key for key in rows[0] if key.startswith("ranked ")):
@@ -130,11 +124,11 @@ def _mean_ranks(x_N: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
 def spearman_within(
     predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
 ) -> float:
-    """Compute Spearman's correlation in each fold, and return the mean over the folds with a defined correlation. The
-    weight of a fold is its number of measured values.
+    """Compute Spearman's correlation in each fold, and average over folds, weighted by the number of measured values.
 
-    Each fold has its own model, and the predictions of two models may differ by an offset. A correlation over all folds
-    would also compare these offsets. Measured values may be NaN.
+    Each fold has a separate model, and the predictions of two models may differ by an offset. A correlation over all
+    folds would also compare these offsets. Measured values may be NaN. A fold with an undefined correlation is left
+    out.
     """
     rho, weight = 0.0, 0
     for fold in np.unique(fold_N):
@@ -154,15 +148,15 @@ def best_count(measured_N: npt.NDArray[np.float64]) -> int:
 def top_of_list(
     predicted_N: npt.NDArray[np.float64], measured_N: npt.NDArray[np.float64], fold_N: npt.NDArray[np.int64]
 ) -> tuple[float, float]:
-    """Choose the variants with the highest predictions in each fold, as many as `best_count` returns, and score them.
+    """Choose the `best_count` variants with the highest predictions in each fold, and score them.
 
-    Higher predictions and measured values are better. Variants without a measured value (NaN) are not chosen. If some
-    of several variants with the same prediction must be chosen, each of these variants counts with its probability.
+    Higher predictions and measured values are better. Variants without a measured value (NaN) are not chosen. If only
+    some of several variants with the same prediction fit, each of them counts with its probability.
 
     Returns:
         The recall: the share of the chosen variants that are among the best measured variants of their fold.
         The mean measured value of the chosen variants. Both numbers are NaN if no variant is measured, or if the
-        prediction of a measured variant is NaN.
+            prediction of a measured variant is NaN.
     """
     hits, total, chosen = 0.0, 0.0, 0
     for fold in np.unique(fold_N):
@@ -180,9 +174,8 @@ def top_of_list(
 
 
 def of_numbers(predicted_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Compute Spearman, Pearson, RMSE and R2 over the records whose target is not NaN.
-
-    R2 is 1 - sum of squared errors / sum of squared deviations of the targets from their mean. R2 may be negative.
+    """Compute Spearman, Pearson, RMSE and R2 over the records whose target is not NaN. R2 is 1 - (sum of squared
+    errors) / (sum of squared deviations from the mean target). R2 may be negative.
     """
     known = ~np.isnan(target_N)
     predicted_N, target_N = predicted_N[known], target_N[known]
@@ -231,7 +224,7 @@ def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float
 
 
 def confusion(target_M: npt.NDArray[np.int64], predicted_M: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.int64]:
-    """Return the confusion matrix, [n, n]: how often class j was predicted for residues or records of class i."""
+    """Return the confusion matrix [n, n]: row i counts how often each class was predicted for records of class i."""
     return np.bincount(target_M * n + predicted_M, minlength=n * n).reshape(n, n)
 
 
@@ -264,8 +257,8 @@ def f1(
 
 
 def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Count predictions in bins of confidence, for `calibration_error`. Return an array, float64 [3, bins], whose rows
-    are the number of predictions, the sum of their confidences, and the number of correct predictions.
+    """Count predictions in bins of confidence, for `calibration_error`. The rows of the result, float64 [3, bins], are
+    the number of predictions, the sum of their confidences, and the number of correct predictions.
     """
     confidence_M = np.nan_to_num(confidence_M)  # the confidences of a diverged model are NaN
     bin_M = np.minimum((confidence_M * CALIBRATION_BINS).astype(np.int64), CALIBRATION_BINS - 1)
@@ -283,9 +276,8 @@ def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
 
 
 def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[str, float]:
-    """Compute AUROC and AUPRC (average precision). If the scores are places (see `ranked`), the time is linear.
-
-    Both metrics are NaN if no record is positive, or if a score is NaN. AUROC is also NaN if no record is negative.
+    """Compute AUROC and AUPRC (average precision). If the scores are places (see `ranked`), the time is linear. Both
+    metrics are NaN if no record is positive, or if a score is NaN. AUROC is also NaN if no record is negative.
     """
     if not truth_N.any() or np.isnan(score_N).any():
         return {"AUROC": np.nan, "AUPRC": np.nan}
@@ -305,11 +297,11 @@ def ranking(score_N: npt.NDArray[Any], truth_N: npt.NDArray[np.bool_]) -> dict[s
 
 
 def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.bool_]) -> npt.NDArray[np.float64]:
-    """Return the four numbers that a protein adds to the sums for `fmax` at each threshold, [4, thresholds]. They are
-    the precision, 1 if the precision is defined, the recall, and 1.
+    """Return the four numbers that a protein adds to the sums for `fmax` at each threshold, [4, thresholds].
 
-    A label is predicted if its probability is at least the threshold. Precision is undefined without predictions. A
-    protein without labels adds zeros, since CAFA scores only annotated proteins.
+    They are the precision, 1 if the precision is defined, the recall, and 1. A label is predicted if its probability is
+    at least the threshold. Precision is undefined without predictions. A protein without labels adds zeros, since CAFA
+    scores only annotated proteins.
     """
     terms = np.zeros((4, len(THRESHOLDS)))
     if truth_C.any():
@@ -322,9 +314,7 @@ def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.
 
 
 def fmax(terms: npt.NDArray[np.float64]) -> float:
-    """Compute protein-centric Fmax of CAFA (Radivojac et al. 2013, doi:10.1038/nmeth.2340). The argument `terms` is the
-    sum of the results of `fmax_terms` over proteins.
-
+    """Compute Fmax of CAFA (Radivojac et al. 2013, doi:10.1038/nmeth.2340) from the sum of `fmax_terms` over proteins.
     Precision is averaged over the proteins with a prediction at the threshold, and recall over all labelled proteins.
     """
     precision, predicted, recall, proteins = terms
@@ -352,11 +342,11 @@ class Interval:
 
 
 def draws(n: int, block_N: npt.NDArray[np.int64] | None = None, seed: int = 0) -> Iterator[npt.NDArray[np.int64]]:
-    """Yield bootstrap resamples: int64 arrays of about n record indices. Records are sampled with replacement, or whole
-    blocks of records if `block_N` is given. For fewer than LEAST records or blocks, yield nothing.
+    """Yield bootstrap resamples: int64 arrays of about n record indices. With `block_N`, whole blocks are resampled.
 
-    The same records and seed give the same resamples, so two methods can be compared in each resample. All metrics of
-    an evaluation are computed from one resample, while `scipy.stats.bootstrap` computes one metric from one array.
+    The same records and seed give the same resamples, so two methods can be compared in each resample. With fewer than
+    LEAST records or blocks, there are no resamples. All metrics share a resample, while `scipy.stats.bootstrap`
+    computes one metric from one array.
     """
     if count_units(n, block_N) < LEAST:
         return
@@ -376,9 +366,7 @@ def bootstrap(
     seed: int = 0,
     block_N: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, list[float]]:
-    """Return a list for each metric: the value over all rows, followed by the values over the resamples (see `draws`).
-    Rows with the same number in `block_N` are resampled together.
-    """
+    """Return a list for each metric: the value over all rows, then a value for each resample (see `draws`)."""
     samples = [summary(rows), *(summary([rows[n] for n in draw]) for draw in draws(len(rows), block_N, seed))]
     return {name: [sample.get(name, np.nan) for sample in samples] for name in samples[0]}
 
@@ -389,13 +377,12 @@ def count_units(n: int, block_N: npt.NDArray[np.int64] | None) -> int:
 
 
 def interval(values: Sequence[float], metric: str = "") -> Interval:
-    """Compute the 95% interval of a metric from a list of `bootstrap`: the estimate over all records, then a value for
-    each resample. Resamples whose value is NaN are left out.
+    """Compute the 95% interval of a metric from a list of `bootstrap`. Resamples whose value is NaN are left out.
 
-    By default the result is the percentile interval. For a metric in BIASED, or if the percentile interval does not
-    contain the estimate, the result is the basic bootstrap interval: the percentiles are reflected at the estimate,
-    which corrects the bias of the resamples (Davison and Hinkley 1997, Bootstrap Methods and their Application, section
-    5.2). The basic interval is widened to contain the estimate. For a metric in BIASED no limit is below 0.
+    The result is the percentile interval. For a metric in BIASED, or if the percentile interval does not contain the
+    estimate, it is the basic bootstrap interval, widened to contain the estimate. The basic interval reflects the
+    percentiles at the estimate, which corrects the bias of the resamples (Davison and Hinkley 1997, Bootstrap Methods
+    and their Application, section 5.2). For a metric in BIASED no limit is below 0.
     """
     plain = difference(values, [0.0] * len(values), metric)
     return Interval(plain.value, max(plain.low, 0.0), plain.high) if metric in BIASED else plain
@@ -416,12 +403,11 @@ def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "")
 
 
 def variant_units(variants: Sequence[tuple[Mutation, ...]]) -> tuple[npt.NDArray[np.int64], str]:
-    """Return the number of the unit to which each variant belongs in the bootstrap, int64 [N], and the noun for a unit:
-    `position`, `site combination` or `variant`.
+    """Return the number of each variant's unit in the bootstrap, int64 [N], and the noun for a unit.
 
-    Variants that change the same sites are not independent. These variants form a block and are resampled together, if
-    there are at least LEAST blocks, and no block has more than half of the variants. Otherwise, as in a library of few
-    sites, single variants are resampled. Replicates of a variant are one unit.
+    The unit is a `position`, `site combination` or `variant`. Variants that change the same sites are not independent,
+    so they form a block and are resampled together. This needs at least LEAST blocks, none with more than half of the
+    variants. Otherwise, as in a library of few sites, variants are resampled. Replicates of a variant are one unit.
     """
     block_N = site_blocks(variants)
     if count_units(len(variants), block_N) >= LEAST and np.bincount(block_N + 1).max() <= len(variants) / 2:

@@ -24,21 +24,20 @@ from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
 AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np.uint8)
 """The tokens of the 20 standard amino acids, in the order of `vocab.STANDARD`."""
 _IS_AMINO_ACID = np.isin(np.arange(256), AMINO_ACIDS)
-NEVER = -100.0
-"""The logit that the baseline `amino-acid frequencies` gives to tokens other than the 20 amino acids."""
+NEVER = -100.0  # the logit of tokens other than the 20 amino acids in the baseline `amino-acid frequencies`
 
 
 def corrupt(
     tokens: npt.NDArray[np.uint8], share: float, key: str
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Choose random residues of a protein that the model has to predict, and mask or replace most of these residues.
+    """Choose random residues of a protein that the model has to predict, and mask or replace most of them.
 
-    Of the chosen residues 80% become `<mask>`, 10% become a random one of the 20 standard amino acids, and 10% stay
-    unchanged (Devlin et al. 2019, as in ESM). Only standard amino acids are chosen, since X stands for an unknown
-    residue, and B, U, Z and O are too rare to learn.
+    Of the chosen residues 80% become `<mask>`, 10% become a random amino acid, and 10% stay unchanged (Devlin et al.
+    2019, as in ESM). Only the 20 standard amino acids are chosen: X is an unknown residue, and B, U, Z and O are too
+    rare to learn.
 
-    The number of chosen residues is rounded up or down at random, so that the mean number is exact. fairseq, with which
-    ESM was trained, does the same. At least one residue is chosen, so that a short peptide has a score.
+    The number of chosen residues is rounded up or down at random, so that its mean is exact, as in fairseq, with which
+    ESM was trained. At least one residue is chosen, so that a short peptide has a score.
 
     Args:
         tokens: `<cls> ... <eos>`, uint8 [L + 2].
@@ -52,11 +51,11 @@ def corrupt(
     n = len(eligible)
     if not n:
         return tokens, eligible
-    # SHAKE-128 is faster than seeding a generator, and gives the same numbers with every version of NumPy.
+    # SHAKE-128 is faster than seeding a generator, and independent of NumPy's version.
     words = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * (2 * n + 1)), "<u4")
     count = max(1, int(share * n + words[-1] / 2**32))
     chosen_P = np.sort(eligible[np.argpartition(words[:n], count - 1)[:count]])
-    die_P = words[n : n + count] % 200  # 160 faces are `<mask>`, 20 faces one amino acid each, and 20 faces no change
+    die_P = words[n : n + count] % 200  # below 160 `<mask>`, below 180 an amino acid, else unchanged
     corrupted = tokens.copy()
     corrupted[chosen_P[die_P < 160]] = MASK
     at_random_P = (die_P >= 160) & (die_P < 180)
@@ -65,7 +64,7 @@ def corrupt(
 
 
 class MlmSettings(TaskSettings):
-    """Masked-language-model training on unlabelled sequences, such as those of a protein family (docs/tasks.md)."""
+    """Masked-language-model training on unlabelled sequences, such as members of a protein family (docs/tasks.md)."""
 
     name: Literal["mlm"]
 
@@ -99,9 +98,8 @@ class MlmTask(Task):
         return LanguageModelHead()
 
     def inputs(self, example: Example) -> Inputs:
-        """Choose and mask residues (see `corrupt`). The target contains the true tokens of these residues, int64 [P].
-
-        Each epoch chooses other residues. An evaluation always chooses the same residues, for any seed of the recipe.
+        """Choose and mask residues (see `corrupt`). The target has the true tokens of these residues, int64 [P]. Each
+        epoch chooses other residues. An evaluation always chooses the same residues, for any seed.
         """
         tokens, chosen_P = corrupt(example.tokens, self.settings.mask, f"mask:{example.draw}:{example.id}")
         return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P, tracks=example.tracks)
@@ -112,7 +110,6 @@ class MlmTask(Task):
         return Inputs(example.tokens, np.empty(0, np.int64), places_P, tracks=example.tracks)
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
-        """Return the sum of the cross-entropy of all chosen residues, and the number of these residues."""
         logits_PV = torch.cat(list(outputs))
         target_P = on_device_of(torch.cat(list(targets)), logits_PV)
         count = torch.full((), float(len(target_P)), device=logits_PV.device)
@@ -129,9 +126,10 @@ class MlmTask(Task):
         return _metrics(*sums_N3.sum(0).tolist())
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return the probabilities of the 20 standard amino acids at each residue, float32 [L, 20]. Columns are in the
-        order of `vocab.STANDARD`, and each row adds up to 1. Nothing is masked: these are the "wild-type marginals" of
-        Meier et al. 2021 (doi:10.1101/2021.07.09.450648).
+        """Return the probabilities of the 20 amino acids in `vocab.STANDARD` at each residue, float32 [L, 20].
+
+        Each row adds up to 1. Nothing is masked: these are the "wild-type marginals" of Meier et al. 2021
+        (doi:10.1101/2021.07.09.450648).
         """
         return np.asarray(softmax(output[:, AMINO_ACIDS].astype(np.float64), axis=1), dtype=np.float32)
 
@@ -147,7 +145,7 @@ class MlmTask(Task):
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
         """Return the outputs of two baselines. `amino-acid frequencies` has the same logits for every residue. `before
-        fine-tuning` is the model before the first training step, with the same masked sequences as input.
+        fine-tuning` is the model before training, with the same masked sequences.
         """
         inputs = [self.inputs(example) for example in examples]
         outputs: Outputs = {

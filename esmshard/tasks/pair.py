@@ -23,11 +23,9 @@ from esmshard.tasks.sequence import SequenceHead, SequenceSettings, SequenceTask
 from esmshard.vocab import chain_spans
 
 SINGLE, MEMORY = "single sequences", "labels of each sequence"
-"""The names of two baselines that use each sequence alone and ignore which two sequences form a pair."""
-TRAINED_CHAINS = f"{MEMORY}.key"
-"""The name of the saved array with the sorted hashes of all sequences in training pairs."""
-MOST_PAIRS = 1_000_000
-"""The maximum number of training pairs whose sequence hashes are saved with the model."""
+"""The names of two baselines that score each sequence separately and ignore which two sequences form a pair."""
+TRAINED_CHAINS = f"{MEMORY}.key"  # the saved array with the sorted hashes of all sequences in training pairs
+MOST_PAIRS = 1_000_000  # the maximum number of training pairs whose sequence hashes are saved
 
 _Vectors = TypeVar("_Vectors", torch.Tensor, npt.NDArray[np.floating])
 
@@ -37,7 +35,7 @@ class PairLabels(ProteinLabels):
     """The labels of N pairs of proteins."""
 
     block_N: npt.NDArray[np.int64]
-    """The block of each pair, int64 [N]: the number of that sequence of the pair that occurs in more pairs."""
+    """The block of each pair, int64 [N]: the number of its more frequent sequence."""
 
 
 class PairSettings(SequenceSettings):
@@ -57,8 +55,8 @@ class PairSettings(SequenceSettings):
 
 
 class PairHead(SequenceHead):
-    """A head that takes the mean over the residues of each chain, and applies LayerNorm. The sum, product and absolute
-    difference of both chains do not depend on the order of the chains. Dropout and one or two linear layers follow.
+    """A head that averages the residues of each chain, and applies LayerNorm to the two means. Their sum, product and
+    absolute difference do not depend on the order of the chains. Dropout and one or two linear layers follow.
     """
 
     parts = 3
@@ -70,9 +68,8 @@ class PairHead(SequenceHead):
 
 
 class PairTask(SequenceTask):
-    """Predicts numbers, a class or several classes of a pair of proteins. Outputs and facts are as in `SequenceTask`.
-
-    A record has two chains, `A:B`. The model reads each chain as a sequence of its own, and the head combines both.
+    """Predicts numbers, a class or several classes of a pair of proteins. The model reads each chain of a record `A:B`
+    as a separate sequence, and the head combines both. Outputs and facts are as in `SequenceTask`.
     """
 
     Settings = PairSettings
@@ -135,9 +132,7 @@ class PairTask(SequenceTask):
                 self.represented(train[n], base)
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit linear models to a part of the training pairs (see `_step`). Also compute the mean label of all training
-        pairs in which each sequence occurs.
-        """
+        """Fit linear models to a part of the pairs (see `_step`), and compute each sequence's mean training label."""
         models = super().baselines(train[:: _step(train)], base)
         prior_O = self._averaged(self.prior())
         sums: dict[np.uint64, npt.NDArray[np.float64]] = {}
@@ -156,9 +151,7 @@ class PairTask(SequenceTask):
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Return outputs of the baselines of `SequenceTask`, and of two more. SINGLE is a linear model of the sum of
-        both frozen embeddings. MEMORY is the average of the mean training labels of both sequences.
-        """
+        """Return the outputs of `SequenceTask`, and of MEMORY: the average of both sequences' mean training labels."""
         outputs = super().baseline_outputs(examples, known, base)
         if TRAINED_CHAINS in known:
             outputs[MEMORY] = [self._remembered(example, known) for example in examples]
@@ -192,9 +185,7 @@ def _step(train: Sequence[Example]) -> int:
 
 def chains_of(example: Example) -> tuple[Example, Example]:
     """Return the two chains of a record as examples, each with tokens `<cls> ... <eos>` and its part of the tracks.
-
-    Raises:
-        InputError: the record has one chain, or more than two.
+    Raises `InputError` for a record of one chain, or of more than two.
     """
     first, second = (
         replace(
@@ -209,7 +200,6 @@ def chains_of(example: Example) -> tuple[Example, Example]:
 
 
 def _symmetric(a: _Vectors, b: _Vectors) -> tuple[_Vectors, _Vectors, _Vectors]:
-    """Return the sum, product and absolute difference of `a` and `b`, which are exactly the same for `b` and `a`."""
     return a + b, a * b, abs(a - b)
 
 
@@ -218,7 +208,6 @@ def _keys(example: Example) -> list[np.uint64]:
 
 
 def _digest(chain: Example) -> str:
-    """Return a hash of the tokens and tracks of a chain, as a text of hexadecimal digits."""
     digest = hashlib.sha256(chain.tokens.tobytes())
     for name, values in chain.tracks.items():
         digest.update(name.encode() + values.tobytes())

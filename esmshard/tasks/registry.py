@@ -1,7 +1,7 @@
 """The registry of tasks, both from this package and from other installed packages.
 
 A task is registered as `module:Class`, a subclass of `esmshard.tasks.base.Task`. Its module is imported when a recipe
-is read. Another package registers its tasks as entry points of the group `esmshard.tasks` (docs/own-task.md).
+is read. Other packages register tasks as entry points of the group `esmshard.tasks` (docs/own-task.md).
 """
 
 from collections.abc import Mapping
@@ -26,16 +26,15 @@ TASKS = {
     "sequence": "esmshard.tasks.sequence:SequenceTask",
     "variant": "esmshard.tasks.variants:VariantTask",
 }
-"""The class of each task of this package as `module:Class`, by the name of the task in recipes."""
+"""The tasks of this package as `module:Class`, by the name of the task in recipes."""
 
 
 @dataclass(frozen=True)
 class Registered:
-    """All registered tasks: the tasks that can be used, and the reason why each other task cannot be used."""
+    """All registered tasks: the usable tasks, and the reason why each other task cannot be used."""
 
     tasks: "Mapping[str, type[Task]]"
-    unusable: Mapping[str, str]
-    """For the name of each task that cannot be used, a sentence with the reason."""
+    unusable: Mapping[str, str]  # a sentence with the reason, by the name of the task
 
     @property
     def settings(self) -> "Mapping[str, type[TaskSettings]]":
@@ -46,8 +45,7 @@ class Registered:
 @cache
 def registered() -> Registered:
     """Import every registered task: first the tasks of this package, then the tasks of other packages, sorted by name.
-
-    If a task of another package cannot be used, an error is raised only when a recipe or a model names the task.
+    A task of another package that cannot be used raises an error only when a recipe or a model names it.
     """
     tasks: dict[str, type[Task]] = {name: _load(name, value) for name, value in TASKS.items()}
     unusable: dict[str, str] = {}
@@ -78,15 +76,12 @@ def traits(name: object) -> "type[TaskSettings]":
 
 
 def settings_of(section: Any) -> "TaskSettings":
-    """Convert the task section of a saved recipe to settings of the class that the task has.
-
-    Raises:
-        InputError: no installed package has the task, or the task cannot be used.
-        ValueError: the section does not fit the task.
+    """Convert the task section of a saved recipe to settings. Raises `InputError` if no usable task has its name, and
+    `ValueError` if the section does not fit the task.
     """
     name, known = section["name"], registered()
     if name not in known.tasks:
-        missing = f"no installed package registers the task {name}; install the one that the model was trained with"
+        missing = f"no installed package has the task {name}; install the package that the model was trained with"
         raise InputError(known.unusable.get(name, missing))
     return known.settings[name].model_validate(section)
 
@@ -97,16 +92,14 @@ def new_task(settings: "TaskSettings", facts: "Facts") -> "Task":
 
 
 def _load(name: str, place: str) -> Any:
-    """Import the task class at `place`, such as `module:Class`. Raises `TypeError` if its `Settings` is no subclass of
-    `TaskSettings`, or does not declare `name` as the task's name.
-    """
+    """Import the task class at `place`, such as `module:Class`. `TypeError` if its `Settings` does not fit `name`."""
     from esmshard.recipe.sections import TaskSettings
 
     module, _, attribute = place.partition(":")
     task = getattr(import_module(module), attribute)
     settings = getattr(task, "Settings", None)
     if not (isinstance(settings, type) and issubclass(settings, TaskSettings)):
-        raise TypeError("it has no Settings that are a subclass of esmshard.recipe.sections.TaskSettings")
+        raise TypeError("its Settings must be a subclass of esmshard.recipe.sections.TaskSettings")
     if getattr(settings.model_fields["name"].annotation, "__args__", None) != (name,):
         raise TypeError(f'the field `name` of its Settings must be annotated Literal["{name}"]')
     return task

@@ -33,10 +33,8 @@ from esmshard.tasks.labels import (
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues
 
-WINDOW = 7
-"""The number of residues on either side of a residue that the baseline `one-hot window` reads."""
-KERNEL = 7
-"""The number of neighbouring residues that the convolution of the head covers."""
+WINDOW = 7  # how many residues on either side the baseline `one-hot window` reads
+KERNEL = 7  # the width in residues of the head's convolution
 _CODE = np.full(256, -1, dtype=np.int64)
 _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(20)
 
@@ -68,24 +66,22 @@ class ResidueSettings(LabelSettings):
             raise ValueError("is for kind class; remove it")
         letters = "".join(classes)
         if not (letters.isascii() and letters.isprintable()) or " " in letters or "" in classes:
-            raise ValueError("names each class by its letters in ASCII, as in [HGI, EB, STC]")
+            raise ValueError("must give the ASCII letters of each class, as in [HGI, EB, STC]")
         twice = [letter for place, letter in enumerate(letters) if letter in letters[:place]]
         if twice:
             raise ValueError(f"has the letter {twice[0]} twice; a letter belongs to one class")
         if len(classes) < 2:
-            raise ValueError("has one class only, so that there is nothing to learn; name two or more")
+            raise ValueError("has only one class; name two or more")
         return classes
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Return the size in bytes of the hidden layer before and after gelu, of the same layer with all records
-        concatenated, and of the class probabilities.
-        """
+        """Return the size in bytes of the hidden layer (before and after gelu, concatenated) and of the outputs."""
         return 4 * tokens * (3 * self.hidden + 2 * OUTPUTS)
 
 
 class ResidueHead(LabelHead):
-    """A head of LayerNorm, dropout, and a linear layer for each residue. Before the linear layer there may be a
-    convolution over 7 residues. Each record is convolved alone, with zeros beyond both ends of the record.
+    """A head of LayerNorm, dropout, and a linear layer for each residue, which a convolution over 7 residues may
+    precede. Each record is convolved separately, with zeros beyond both ends.
     """
 
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
@@ -95,7 +91,7 @@ class ResidueHead(LabelHead):
         return nn.Conv1d(inputs, hidden, KERNEL, padding=KERNEL // 2)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """Return a list with the outputs of each record, [L, O]: O numbers for each of L residues."""
+        """Return the outputs of each record, [L, O]: O numbers for each of L residues."""
         draw_T = of_tokens(batch)
         x_TD = self.dropout(self.norm(x_TD), draw_T)
         if self.hidden is None:
@@ -106,10 +102,7 @@ class ResidueHead(LabelHead):
 
 
 class ResidueTask(LabelTask):
-    """Predicts a class or a number for each residue. Outputs: logits [L, C], or standardised numbers [L, 1].
-
-    The name of a class consists of the letters that labels of this class have.
-    """
+    """Predicts a class or a number for each residue. Outputs: logits [L, C], or standardised numbers [L, 1]."""
 
     Settings = ResidueSettings
     settings: ResidueSettings
@@ -124,8 +117,8 @@ class ResidueTask(LabelTask):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the final table. The first is the accuracy over residues, such as Q3 for three classes. For
-        two classes the first is MCC, since one class is often rare. For numbers the first is Spearman over residues.
+        """The metrics of the final table. The first is Qn, the accuracy over residues for n classes, such as Q3. For
+        two classes it is MCC, since one class is often rare. For numbers it is Spearman over residues.
         """
         if self.settings.kind == "number":
             return ("Spearman", "Spearman per protein", "RMSE")
@@ -138,7 +131,7 @@ class ResidueTask(LabelTask):
         """Read labels from a table, a label FASTA, an `.npz` file or the headers of `fasta`; see `residue_labels`."""
         source, target = label_source(fasta, data), data.target or (None,)
         if len(target) > 1:
-            raise UsageError(f"data.target: residues have one label, not {len(target)}; name one")
+            raise UsageError(f"data.target: residues have one label, not {len(target)}; name one column")
         if isinstance(source, Path) and target[0] is not None:
             raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
         return residue_labels(
@@ -160,10 +153,8 @@ class ResidueTask(LabelTask):
         return np.where(label >= 0, class_of[label], -1)
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
-        """Compute accuracy or Spearman of one protein, and counts for the metrics over all residues.
-
-        The key `profile` [2, L] holds true and predicted classes, or true and predicted numbers in the unit of the
-        labels. For residues without a label it holds NaN.
+        """Compute accuracy or Spearman of one protein, and counts for the metrics over all residues. `profile` [2, L]
+        has true and predicted classes, or numbers in the labels' unit; NaN for residues without a label.
         """
         known_L = ~np.isnan(target[:, 0]) if self.settings.kind == "number" else target >= 0
         row_of = self._number_row if self.settings.kind == "number" else self._class_row
@@ -184,7 +175,7 @@ class ResidueTask(LabelTask):
         return row, (target_M, predicted_M)
 
     def _number_row(self, output_M1: npt.NDArray[np.float32], target_M1: npt.NDArray[np.float32]) -> tuple[Row, Any]:
-        # Ranks use the raw outputs. Different outputs of a new head may become equal in fp32 in the unit of the labels.
+        # Ranks use the raw outputs: in the labels' unit, different outputs may become equal in fp32.
         output_M, target_M = output_M1[:, 0], target_M1[:, 0]
         truth, predicted = (self.predict(x_M1).astype(np.float64) for x_M1 in (target_M1, output_M1))
         square = ((predicted - truth) ** 2).sum()
@@ -225,7 +216,7 @@ class ResidueTask(LabelTask):
             return self.represented(example, base)
         codes_L = np.pad(_CODE[example.tokens[1:-1]], WINDOW, constant_values=20)
         codes_LW = np.lib.stride_tricks.sliding_window_view(codes_L, 2 * WINDOW + 1)
-        # There are 20 columns for the amino acids, and one for positions beyond the ends. Other letters have zeros.
+        # 20 columns are for the amino acids, and one for positions beyond the ends. Other letters have zeros.
         return np.asarray((codes_LW[:, :, None] == np.arange(21)).reshape(len(codes_LW), -1), dtype=np.float32)
 
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.float32]:

@@ -26,8 +26,7 @@ from esmshard.tasks.labels import FROZEN, LabelHead, LabelSettings, LabelTask, o
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import STANDARD, encode_residues, is_residue
 
-MOST_SHOWN = 32
-"""The maximum number of classes for which the row of a record has a confusion matrix."""
+MOST_SHOWN = 32  # the maximum number of classes for which a record's row has a confusion matrix
 _AMINO_ACIDS = np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)
 
 
@@ -39,8 +38,8 @@ class SequenceSettings(LabelSettings):
     data_keys: ClassVar[tuple[str, ...]] = ("labels", "target", "sequence_column", "id_column")
 
     kind: Literal["number", "class", "multilabel"] = "number"
-    """The labels of a protein. `number`: one or several numbers; `class`: one of several classes; `multilabel`: any of
-    several classes."""
+    """What a protein has. `number`: one or several numbers; `class`: one class; `multilabel`: any of several classes.
+    """
     loss: Literal["mse", "huber"] | None = Field(None, validate_default=True)
     """The loss for kind `number`, by default `mse`. With `huber`, errors above one standard deviation count linearly,
     which suits data with outliers. Other kinds always use cross-entropy."""
@@ -55,18 +54,17 @@ class SequenceSettings(LabelSettings):
 
 
 class SequenceHead(LabelHead):
-    """A head that takes the mean over the residues of a protein, without `<cls>`, `<eos>` and linkers between chains.
-    LayerNorm, dropout, and one or two linear layers follow. ESM-2 was not trained to summarise a protein in `<cls>`.
+    """A head that averages the residues of a protein, without `<cls>`, `<eos>` and linkers between chains. LayerNorm,
+    dropout, and one or two linear layers follow. ESM-2 was not trained to summarise a protein in `<cls>`.
     """
 
-    parts: ClassVar[int] = 1
-    """The number of vectors that `combined` joins for one record. Each vector has the width of the model."""
+    parts: ClassVar[int] = 1  # how many vectors of the model's width `combined` joins
 
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
         super().__init__(dim, self.parts * dim, hidden, outputs, dropout)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """Return a list with the outputs of each record: T numbers [T], or the logits of C classes [C]."""
+        """Return the outputs of each record: T numbers [T], or the logits of C classes [C]."""
         h_NF = self.dropout(self.combined(torch.stack(batch.means(x_TD))), batch.draw_N)
         if self.hidden is not None:
             h_NF = self.hidden_dropout(F.gelu(self.hidden(h_NF)), batch.draw_N)
@@ -83,8 +81,8 @@ class SequenceTask(LabelTask):
 
     @property
     def columns(self) -> tuple[str, ...]:
-        """The metrics of the final table. For numbers the first metric is Spearman (the mean over targets). For kind
-        `class` it is MCC, which is 0 if the most frequent class is always predicted. For `multilabel` it is Fmax.
+        """The metrics of the final table. The first metric is Spearman (the mean over targets) for numbers, and Fmax
+        for `multilabel`. For `class` it is MCC, which is 0 if only the most frequent class is predicted.
         """
         if self.settings.kind == "multilabel":
             return ("Fmax", "AUPRC", "macro-F1", "ECE", "log loss")
@@ -96,18 +94,18 @@ class SequenceTask(LabelTask):
     def labels(self, fasta: Path, store: TokenStore, data: DataSettings) -> ProteinLabels:
         source = label_source(fasta, data)
         if isinstance(source, Path):
-            raise InputError(f"{source}: a label FASTA is for labels of residues; give labels of proteins in a table")
+            raise InputError(f"{source}: a FASTA file has labels of residues; give labels of proteins in a table")
         kind, target = self.settings.kind, data.target or ()
         several = len(target) > 1
         if several and kind == "class":
-            raise UsageError("data.target: a class comes from one column; name one, or set task.kind: multilabel")
+            raise UsageError("data.target: kind class reads one column; name one, or set task.kind: multilabel")
         labels = protein_labels(
             store, fasta, kind, source, columns=target, id_column=data.id_column, required=not several
         )
         if kind != "number" and not several:
             return _of_training(labels, self.names, store, fasta)
         if self.names and labels.names != self.names:
-            raise UsageError(f"data.target: the model was trained on {', '.join(self.names)}; name these in this order")
+            raise UsageError(f"data.target: the model was trained on {', '.join(self.names)}; name them in this order")
         return labels
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
@@ -173,11 +171,11 @@ class SequenceTask(LabelTask):
 
 
 def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
-    """Renumber the classes of the labels by `known`, the classes of the training split. For the training split itself,
-    `known` is empty, and the classes of its records are used.
+    """Renumber the classes of the labels by `known`, the classes of the training split. For the training split, `known`
+    is empty, and the classes of its records are used.
 
-    The table may have further classes, of proteins outside the splits. Raises `InputError` if a record has a class that
-    is not in `known`.
+    The table may also have classes of proteins outside the splits. Raises `InputError` if a record has an unknown
+    class.
     """
     labelled = np.flatnonzero(labels.labelled_N)
     if labels.kind == "multilabel":

@@ -37,27 +37,23 @@ from esmshard.vocab import RESIDUES, STANDARD, VOCAB_SIZE, decode, encode
 
 Pool = Literal["wild_type", "sites", "difference", "mean"]
 
-KNOTS = 200
-"""The maximum number of pairs (value, normal score) that a rank scale stores. Values between them are interpolated."""
+KNOTS = 200  # the maximum number of pairs (value, normal score) that a rank scale saves, and interpolates between
 FAR = 1000.0
 """How many standard deviations a rank scale extends beyond the lowest and the highest training value."""
 THRESHOLDS, SHARPNESS = 15, 2.0
-"""Two numbers of the ranking loss: how many quantiles divide the training values, and the slope of the logistic
-function at each quantile. The training values are normal scores."""
+"""The ranking loss compares values at this many quantiles, with a logistic function of this slope."""
 ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
 """The names of the four baselines of this task in reports."""
 SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedding": FROZEN}
-"""The full name of each baseline, by the short name that the command-line option `--with` takes."""
+"""The full name of each baseline, by its short name for the command-line option `--with`."""
 LIGHT = 10.0
 """The factor by which the baseline AUGMENTED scales the zero-shot score. The ridge penalty then hardly affects the
 score, as in Hsu et al. 2022."""
-AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
-"""The tokens of the 20 amino acids."""
+AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()  # the tokens of the 20 amino acids
 PACKED, LONG = 4096, 64
-"""The maximum number of tokens in one forward pass, and the minimum number of variants for which a progress bar is
-shown."""
+"""The maximum number of tokens in a forward pass, and the minimum number of variants for a progress bar."""
 ZERO_SHOT = 0.1
-"""The weight of the zero-shot score in a new head, in standard deviations of the target for each unit of the score. The
+"""The weight of the zero-shot score in a new head, in standard deviations of the target per unit of the score. The
 standard deviation of the score is 2 to 4 for single substitutions, so a new head ranks variants nearly by the score."""
 DEFAULTS: dict[str, Any] = {
     "table": None,
@@ -87,12 +83,12 @@ class VariantSettings(TaskSettings):
     pool: Pool = "wild_type"
     """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and the old and new
     amino acids. One forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference
-    between the representations of variant and wild type at this residue, which takes a forward pass for each variant.
+    between the representations of variant and wild type at this residue, which needs a forward pass for each variant.
     `difference`: only the difference. `mean`: the mean representation over all residues of the variant."""
     zero_shot: bool = True
-    """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of
-    log p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also
-    read all 20 probabilities at these residues. This needs a model with a trained LM head."""
+    """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of log
+    p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also read
+    all 20 probabilities at these residues. This needs a model with a trained LM head."""
     loss: Literal["mse", "huber", "ranking"] = "mse"
     """The loss of the measured values. `mse` is the squared error. With `huber`, errors above one standard deviation
     count linearly. `ranking` uses only the order of the values."""
@@ -117,14 +113,14 @@ class VariantSettings(TaskSettings):
                 raise Clash(key, "this key is required")
         for key in ("train", "valid", "test", "clusters"):
             if getattr(data, key) is not None:
-                reason = "is for the other tasks, and the recipe has variant, which divides data.table; remove it"
+                reason = "is for the other tasks; task variant divides data.table instead; remove it"
                 raise Clash(key, reason)
         if data.long not in ("full", "window"):
             reason = f"{data.long} leaves variants out; choose full, or window for a part of a long protein"
             raise Clash("long", reason)
         data = data.model_copy(update={key: value for key, value in DEFAULTS.items() if getattr(data, key) is None})
         if data.split in ("mutations", "given") and data.folds is not None:
-            reason = f"divides the table, and data.split {data.split} does so in another way; remove one of them"
+            reason = f"divides the table, but so does data.split {data.split}; remove one of them"
             raise Clash("folds", reason)
         if data.split != "mutations" and data.train_max is not None:
             raise Clash("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it")
@@ -135,9 +131,10 @@ class VariantSettings(TaskSettings):
 
 @dataclass(frozen=True)
 class Scale:
-    """A conversion between values of a target and standardised numbers. Kind `none` scales the training values to mean
-    0 and standard deviation 1, and kind `log` scales their logarithms. Kind `rank` maps ranks of training values to
-    normal scores. Beyond the training values it continues as a straight line.
+    """A conversion between values of a target and standardised numbers.
+
+    Kind `none` scales the training values to mean 0 and standard deviation 1, and kind `log` scales their logarithms.
+    Kind `rank` maps ranks of training values to normal scores. It continues as a straight line beyond these values.
     """
 
     kind: str
@@ -145,8 +142,7 @@ class Scale:
     deviation: float
     values: tuple[float, ...] = ()
     """For kind `rank`: at most KNOTS training values in ascending order, between a far lower and a far higher value."""
-    scores: tuple[float, ...] = ()
-    """For kind `rank`: the normal scores of the field `values`."""
+    scores: tuple[float, ...] = ()  # for kind `rank`: the normal scores of `values`
 
     def to(self, value: float) -> float:
         """Convert a value in the unit of the table to a standardised number. NaN stays NaN."""
@@ -183,17 +179,16 @@ def fit_scale(values: npt.NDArray[np.float64], kind: str) -> Scale:
 
 
 class VariantHead(LabelHead):
-    """A head that computes a vector for each changed residue, applies a hidden layer to each vector, sums over the
-    changes of a variant, and applies the last layer. For the wild type, which has no changes, the sum is zero.
+    """A head that computes a vector for each changed residue, and adds up the vectors of a variant.
 
-    With pool `wild_type` the vector of a change does not depend on other changes of the variant, so the effects of the
-    changes add up. The vector depends on the argument `pool`:
+    A hidden layer is applied to each vector, and the last layer to the sum, which is zero for the wild type. With pool
+    `wild_type` the vector of a change does not depend on other changes, so the effects of changes add up. The vector
+    depends on the argument `pool`:
 
     - `wild_type`: LayerNorm of the wild type's representation at the site; old and new letter; and with `zero_shot` the
       log probabilities of the 20 amino acids at the site.
-    - `sites`: the difference of the variant's and the wild type's representations at the site, and the vector of pool
-      `wild_type`.
-    - `difference`: only the difference of the representations.
+    - `difference`: the difference of the variant's and the wild type's representations at the site.
+    - `sites`: both of the above.
     - `mean`: one vector for the variant instead, the mean representation over all residues of the variant.
 
     `zero_shot` also adds the language model's score of the changes, from the wild type's logits. `sign_T` is 1 for each
@@ -214,14 +209,14 @@ class VariantHead(LabelHead):
         """Refuse a model without a trained LM head if this head reads the zero-shot score."""
         if self.reads_logits and "lm_head" in weights.unlearned:
             raise InputError(
-                f"{weights.source}: has no trained LM head, whose zero-shot score is a part of the head for variants; "
-                "set task.zero_shot=false, or train it first (task mlm, adapt.method head)"
+                f"{weights.source}: has no trained LM head, which computes the zero-shot score; set "
+                "task.zero_shot=false, or train the LM head first (task mlm, adapt.method head)"
             )
 
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None
     ) -> list[torch.Tensor]:
-        """Return a list with the T outputs of each variant, [T]."""
+        """Return the T outputs of each variant, [T]."""
         draw_M = batch.draw_N if self.pool == "mean" else of_changes(batch)
         h_NF = self.features(self.norm(x_TD), batch, logits_MV, partial(self._hidden, draw_M=draw_M))
         out_NT = self.out(self.hidden_dropout(h_NF, batch.draw_N))
@@ -259,9 +254,7 @@ class VariantHead(LabelHead):
 
 def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     """Return the wild-type marginals of N variants, float32 [N]: log p(mutant) - log p(wild type), summed over changes.
-
-    Changes from or to a letter other than the 20 amino acids do not count, since models give these letters hardly any
-    probability.
+    Changes from or to letters other than the 20 amino acids do not count, as models hardly ever predict them.
     """
     assert batch.changes_4M is not None
     record_M, letter_M, _, wild_M = batch.changes_4M
@@ -279,9 +272,10 @@ def frozen(
     pool: Pool,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Compute the features of N variants with the frozen model, float32 [N, F]: the result of `VariantHead.features`
-    for pool `sites` or `mean`, without LayerNorm and probabilities. The features are cached in `base.remembered`, by
-    pool and tokens. `variants` are tokens `<cls> ... <eos>`. The wild type and all variants have the same `tracks`.
+    """Compute the features of N variants with the frozen model, float32 [N, F].
+
+    Features are results of `VariantHead.features` for pool `sites` or `mean`, without LayerNorm and probabilities. They
+    are cached in `base.remembered`, by pool and tokens (`<cls> ... <eos>`). All variants have the same `tracks`.
     """
     known, alone = base.remembered[pool], base.trunk.shared_on is None
     names = [variant.tobytes() for variant in variants]
@@ -342,8 +336,8 @@ class VariantTask(Task):
 
     def labels(self, fasta: Path, _store: TokenStore, _data: DataSettings) -> VariantLabels:
         raise InputError(
-            f"{fasta}: the model predicts values of variants, which are in a table, not in sequences; run `esmshard "
-            "predict MODEL TABLE`; finetune itself tests on folds of its table"
+            f"{fasta}: a model of task variant reads a table of variants, not sequences; run `esmshard predict MODEL "
+            "TABLE`; finetune itself tests on folds of its table"
         )
 
     def learn(self, train: Examples) -> Self:
@@ -354,7 +348,7 @@ class VariantTask(Task):
         scales = []
         for name, y_N in zip(labels.names, y_NT.T, strict=True):
             known = y_N[~np.isnan(y_N)]
-            require_two_values(train.path, f"the target {shown(name)}", known, "variant")
+            require_two_values(train.path, f"the target {shown(name)}", known)
             scales.append(fit_scale(known, kind))
         facts = {
             "targets": list(labels.names),
@@ -374,7 +368,7 @@ class VariantTask(Task):
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
 
     def inputs(self, example: Example) -> Inputs:
-        """Return the variant and the wild type as input. The target [2, T] holds standardised and measured values."""
+        """Return the variant and the wild type as input. The target [2, T] has standardised and measured values."""
         y_T = example.labels["target"].astype(np.float64)
         scaled = [scale.to(y) for scale, y in zip(self._scales, y_T, strict=True)]
         return self._with_wild_type(example, np.array([scaled, y_T], dtype=np.float32))
@@ -418,10 +412,8 @@ class VariantTask(Task):
     def baselines(
         self, train: Sequence[Example], base: FineTuner | None, only: str | None = None
     ) -> dict[str, npt.NDArray[Any]]:
-        """Fit ridge regressions, and compute the base model's probabilities at every residue of the wild type.
-
-        `only` is the name of the only baseline to fit. By default all baselines are fitted. If `base` is None, only the
-        baseline ONE_HOT is fitted.
+        """Fit ridge regressions, and compute the base model's probabilities at every residue of the wild type. `only`
+        names the only baseline to fit; by default all are fitted. If `base` is None, only ONE_HOT is fitted.
         """
         wanted = set(SHORT.values()) if only is None else {only}
         scaled_NT = np.stack([self.inputs(example).target[0] for example in train])
@@ -454,7 +446,7 @@ class VariantTask(Task):
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
         """Return the outputs of the fitted baselines for each variant. The zero-shot score is standardised over the
-        training variants. For a target of which lower values are better, the score has the opposite sign.
+        training variants. Its sign is reversed for a target whose lower values are better.
         """
         outputs: Outputs = {}
         score_N = np.full(len(examples), np.nan)
@@ -499,17 +491,13 @@ class VariantTask(Task):
             head.zero_shot.copy_(torch.from_numpy(model[:, width]))
 
     def _zero_shot(self, example: Example, log_p_LA: npt.NDArray[np.float32]) -> float:
-        """Return the sum of log p(mutant) - log p(wild type) over the changes between two of the 20 amino acids."""
         mutant, wild = decode(example.tokens[1:-1]), self.wild_type
         changed = (np.flatnonzero(example.tokens != self._tokens) - 1).tolist()
         sites = [s for s in changed if mutant[s] in STANDARD and wild[s] in STANDARD]
         return float(sum(log_p_LA[s, RESIDUES.index(mutant[s])] - log_p_LA[s, RESIDUES.index(wild[s])] for s in sites))
 
     def _frozen(self, examples: Sequence[Example], base: FineTuner) -> npt.NDArray[np.float32]:
-        """Call the function `frozen` for N variants, and return their features [N, F].
-
-        The pool is `mean` if the settings have this pool, otherwise `sites`.
-        """
+        """Return the features of N variants from `frozen`, [N, F]. All pools except `mean` use the pool `sites`."""
         pool: Pool = "mean" if self.settings.pool == "mean" else "sites"
         tokens, tracks = [example.tokens for example in examples], examples[0].tracks or self._tracks
         return frozen(base, self._tokens, tokens, pool, tracks)
@@ -536,11 +524,11 @@ def _one_hot(tokens_L: npt.NDArray[np.uint8], letters_F2: npt.NDArray[np.int64])
 
 
 def _ordinal(output_NT: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
-    """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T]. It is the mean of the
-    logistic losses of predicting whether a value is above each of THRESHOLDS quantiles.
+    """Compute the all-threshold loss of ordinal regression (Rennie and Srebro 2005), [N, T].
 
-    The loss depends only on the order of the values, as losses over pairs of records do (Bradley-Terry, RankNet).
-    Losses over pairs would also depend on which records share a micro-batch, and so on the number of processes.
+    The loss is the mean of the logistic losses of predicting whether a value is above each of THRESHOLDS quantiles. It
+    depends only on the order of the values. Losses over pairs of records (Bradley-Terry, RankNet) do so too, but also
+    depend on which records share a micro-batch, and so on the number of processes.
 
     Args:
         output_NT: predicted normal scores of N variants for T targets.

@@ -12,19 +12,17 @@ from typing import Any
 
 import h5py
 import numpy as np
-import pandas
 import pyarrow.parquet as pq
 import pytest
 import torch
 import zarr
+from command import in_process
 from matplotlib.image import imread
 from model_files import SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
 from safetensors import safe_open
-from structure_texts import chain, pdb
 
 from esmshard.batch import TokenBatch
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
-from esmshard.cli.app import main
 from esmshard.errors import InputError, UsageError
 from esmshard.io import writers
 from esmshard.io.writers import TableWriter
@@ -296,17 +294,17 @@ def test_windows_end_before_maps_fill_the_memory() -> None:
 
 def test_another_error_stops_the_run(fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the second window; nothing of the first stays."""
+    model, out = write_model(tmp_path / "model", "contact"), fasta.parent / "out"
     fasta.write_text("".join(f">{n}\n{'MKTAYIAKQR' * 2}\n" for n in range(3)))
+    monkeypatch.setattr(heads, "WINDOW", 2)
+    monkeypatch.setattr(pictures, "draw", lambda *_, **__: b"png")
 
     def broken(batch: TokenBatch) -> None:
         if len(batch) < 2:
             assert len(list(out.rglob("*.png"))) == 2
             raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
 
-    model = write_model(tmp_path / "model", "contact")
-    monkeypatch.setattr(heads, "WINDOW", 2)
     failing(monkeypatch, broken)
-    out = fasta.parent / "out"
     for expected in (set(), {"maps"}):
         with pytest.raises(RuntimeError, match="mat1 and mat2"):
             predict(model, fasta, out / "x.npz", png=out / "maps")
@@ -348,22 +346,16 @@ def test_a_run_without_any_result_fails(fasta: Path, tmp_path: Path, monkeypatch
     assert left(fasta) == {"x.csv"}
 
 
-def test_the_command_counts_failures_and_strict_is_an_exit_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_counts_failures_and_strict_is_an_exit_code(tmp_path: Path) -> None:
     """A model with 1,024 learned positions takes 1,022 residues."""
-    monkeypatch.chdir(tmp_path)
     model = write_model(tmp_path / "model", "fold", SMALL["ESM-1b"])
-    Path("in.fasta").write_text(f">a\n{'MKTV' * 5}\n>b\n{'M' * 1023}\n>c\n{'G' * 1022}\n")
+    (tmp_path / "in.fasta").write_text(f">a\n{'MKTV' * 5}\n>b\n{'M' * 1023}\n>c\n{'G' * 1022}\n")
     for out, options, code in (("x.csv", [], 0), ("y.csv", ["--strict"], 1)):
-        monkeypatch.setattr(sys, "argv", ["esmshard", "predict", model, "in.fasta", "-o", out, *options])
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        assert (leaving.value.code or 0) == code
-        assert capsys.readouterr().out == f"{out}: 2 records; 1 failed, see {out}.failed.tsv\n"
-    assert [row[0] for row in read_csv(Path("x.csv"))[1]] == ["a", "c"]
-    assert Path("x.csv.failed.tsv").read_text().splitlines()[1].startswith("b\t1023\t")
-    assert Path("y.csv").read_bytes() == Path("x.csv").read_bytes()
+        done = in_process("predict", model, "in.fasta", "-o", out, *options, cwd=tmp_path)
+        assert (done.returncode, done.stdout) == (code, f"{out}: 2 records; 1 failed, see {out}.failed.tsv\n")
+    assert [row[0] for row in read_csv(tmp_path / "x.csv")[1]] == ["a", "c"]
+    assert (tmp_path / "x.csv.failed.tsv").read_text().splitlines()[1].startswith("b\t1023\t")
+    assert (tmp_path / "y.csv").read_bytes() == (tmp_path / "x.csv").read_bytes()
 
 
 def test_a_picture_of_each_map(fasta: Path, tmp_path: Path) -> None:
@@ -379,49 +371,35 @@ def test_a_picture_of_each_map(fasta: Path, tmp_path: Path) -> None:
         assert imread(io.BytesIO(png)).std() > 0.05
 
 
-def test_colours_are_of_probabilities_and_not_of_the_highest() -> None:
+def test_colours_are_of_probabilities_and_not_of_the_highest(monkeypatch: pytest.MonkeyPatch) -> None:
     """A map that reaches .5 ends in the middle of the scale. Of one longer than the picture no contact is lost."""
+    middle, dark = (np.array(pictures.colours()(value)[:3]) for value in (0.5, 1.0))
 
-    def pixels(probability_LL: np.ndarray) -> np.ndarray:
+    def share(probability_LL: np.ndarray, colour: np.ndarray) -> float:
         png = pictures.draw(probability_LL.astype(np.float32), "x")
-        return np.round(imread(io.BytesIO(png))[:, :, :3] * 255).astype(int).reshape(-1, 3)
+        return float((np.abs(imread(io.BytesIO(png))[:, :, :3] - colour).max(-1) <= 0.01).mean())
 
-    middle, dark = (np.array(pictures.colours()(value)[:3]) * 255 for value in (0.5, 1.0))
-    half = pixels(np.repeat([0.0, 0.5], 20)[:, None].repeat(40, axis=1))
-    assert (np.abs(half - middle).max(1) <= 3).mean() > 0.2
+    assert share(np.repeat([0.0, 0.5], 20)[:, None].repeat(40, axis=1), middle) > 0.2
     contact = np.zeros((95, 95))
     contact[3, 90] = 1
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pictures, "SIDE", 10)
-        counts = [int((np.abs(pixels(x) - dark).max(1) <= 2).sum()) for x in (contact, 0 * contact)]
-    assert counts[0] > counts[1]
-
-
-def test_a_structure_file_is_predicted_from_its_sequence(tmp_path: Path) -> None:
-    model, sequence = write_model(tmp_path / "model", "contact"), "MKTAYIAKQRGISFVKSHFS"
-    (tmp_path / "x.pdb").write_text(pdb(chain(sequence)))
-    (tmp_path / "x.fasta").write_text(f">x_A\n{sequence}\n")
-    found = {}
-    for name in ("x.pdb", "x.fasta"):
-        predict(model, tmp_path / name, tmp_path / f"{name}.npz")
-        (found[name],) = record_arrays(tmp_path / f"{name}.npz").values()
-    assert np.array_equal(found["x.pdb"], found["x.fasta"])
+    monkeypatch.setattr(pictures, "SIDE", 10)
+    assert share(contact, dark) > share(0 * contact, dark)
 
 
 def test_refused_pictures_and_inputs_leave_nothing(fasta: Path, tmp_path: Path) -> None:
     out, fold = fasta.parent / "out", write_model(tmp_path / "fold", "fold")
-    with pytest.raises(UsageError, match="--png"):
-        predict(fold, fasta, out / "x.csv", png=out / "maps")
-    with pytest.raises(UsageError, match=r"x\.npy"):
-        predict(fold, fasta, out / "x.npy")
-    with pytest.raises(UsageError, match="--complexes all"):
-        predict(fold, fasta, out / "x.npz", complexes="all")
     (out / "maps").mkdir()
     (out / "maps" / "mine.txt").write_text("mine")
-    with pytest.raises(UsageError, match="maps: is not empty"):
-        predict(write_model(tmp_path / "contact", "contact"), fasta, out / "x.npz", png=out / "maps")
-    with pytest.raises(InputError, match="is a file"):
-        pictures.check(fasta, overwrite=False)
+    contact = write_model(tmp_path / "contact", "contact")
+    for model, name, given, token in (
+        (fold, "x.csv", {"png": out / "new"}, "--png"),
+        (fold, "x.npy", {}, r"x\.npy"),
+        (fold, "x.npz", {"complexes": "all"}, "--complexes all"),
+        (contact, "x.npz", {"png": out / "maps"}, "maps: is not empty"),
+        (contact, "x.npz", {"png": fasta}, "is a file"),
+    ):
+        with pytest.raises((InputError, UsageError), match=token):
+            predict(model, fasta, out / name, **given)
     fasta.write_text(">a\nMKT\n>b\nM*K\n")
     with pytest.raises(InputError, match=r"input\.fasta"):
         predict(fold, fasta, out / "x.npz")
@@ -445,7 +423,7 @@ def test_models_that_cannot_predict_are_refused(fasta: Path, tmp_path: Path) -> 
         (tmp_path / "nowhere", None, "no such file"),
         (changed, {"blocks": 3}, "consolidate the run again"),  # a head of other tensors
         (changed, {"channels": 16}, "consolidate the run again"),  # tensors of other shapes
-        (changed, {"name": "folding"}, "no installed package registers"),
+        (changed, {"name": "folding"}, "no installed package has"),
     ):
         if task is not None:
             recipe = {"task": task if "name" in task else about["recipe"]["task"] | task}
@@ -457,36 +435,26 @@ def test_models_that_cannot_predict_are_refused(fasta: Path, tmp_path: Path) -> 
 
 # Several chains: residues are counted in each
 
-VALUES = np.array([[0.1], [0.2], [0.3], [0.4], [0.5]], dtype=np.float32)
-LINES = [("a", 1, 1, "M"), ("a", 1, 2, "K"), ("a", 2, 1, "T"), ("a", 2, 2, "V"), ("a", 2, 3, "L"), ("b", 1, 1, "G")]
-
-TASK: Any = SimpleNamespace(per_residue=True, names=["y"], one_of_names=False, settings=SimpleNamespace(pairs=False))
-
 
 def test_residues_are_counted_in_each_chain(tmp_path: Path) -> None:
+    values = np.array([[0.1], [0.2], [0.3], [0.4], [0.5]], dtype=np.float32)
+    task: Any = SimpleNamespace(per_residue=True, names=["y"], one_of_names=False, settings=MlmSettings(name="mlm"))
     for chains in (True, False):
-        with TableWriter(tmp_path / "x.csv", columns_of(TASK, chains=chains)) as writer:
-            writer.add(rows_of(TASK, "a", VALUES, "MK:TVL"))
-            writer.add(rows_of(TASK, "b", VALUES[:1], "G"))
-        table = pandas.read_csv(tmp_path / "x.csv")
-        assert list(table.columns) == ["id", *(["chain"] if chains else []), "position", "residue", "y"]
-        assert table.drop(columns="y").to_numpy().tolist() == [
-            [name, *([chain] if chains else []), place, letter] for name, chain, place, letter in LINES
-        ]
-        assert table["y"].tolist() == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.1])
-    task: Any = SimpleNamespace(**vars(TASK) | {"names": ["H", "id"]})
-    assert list(columns_of(task, chains=False)) == ["id", "position", "residue", "H", "id (predicted)"]
+        with TableWriter(tmp_path / "x.csv", columns_of(task, chains=chains)) as writer:
+            writer.add(rows_of(task, "a", values, "MK:TVL"))
+            writer.add(rows_of(task, "b", values[:1], "G"))
+        head, rows = read_csv(tmp_path / "x.csv")
+        assert head == ["id", *(["chain"] if chains else []), "position", "residue", "y"]
+        wanted = ["a11M0.1", "a12K0.2", "a21T0.3", "a22V0.4", "a23L0.5", "b11G0.1"]
+        assert ["".join(row) for row in rows] == [row if chains else row[0] + row[2:] for row in wanted]
 
 
 def test_a_map_shows_where_the_second_chain_begins() -> None:
     figure, settings = matplotlib_figure()
-    map_LL = np.full((90, 90), 0.5, np.float32)
     with settings:
-        axes, alone = figure().add_subplot(), figure().add_subplot()
-        image = draw_map(axes, map_LL, chains=[50, 40])
-        draw_map(alone, map_LL)
-    assert [line.get_xdata()[0] for line in axes.lines[::2]] == [50.5]
-    assert [line.get_ydata()[0] for line in axes.lines[1::2]] == [50.5]
+        axes = figure().add_subplot()
+        image = draw_map(axes, np.full((90, 90), 0.5, np.float32), chains=[50, 40])
+    assert ([line.get_xdata()[0] for line in axes.lines], len(axes.lines)) == ([50.5, 0], 2)
     ticks = [(int(x), text.get_text()) for x, text in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)]
     assert ticks == [
         *[(1, "1: 1"), (10, "10"), (20, "20"), (30, "30"), (40, "40")],
@@ -495,5 +463,3 @@ def test_a_map_shows_where_the_second_chain_begins() -> None:
     shown = np.ma.filled(image.get_array(), np.nan)
     assert np.isnan(shown[48, 49])  # neighbours of a chain
     assert shown[49, 50] == 0.5  # the last residue of the first chain and the first of the second
-    assert not alone.lines
-    assert alone.get_xlabel() == "residue"

@@ -99,33 +99,32 @@ def test_residues_that_are_none_of_the_20_have_no_score(
     assert (facts["rows"], facts["scored"], facts["method"]) == (19 * 19 + 2, 17 * 19, method)
 
 
-def test_other_methods_have_columns_of_their_own(directory: Path, model: ESM2) -> None:
-    for method in ("wild-type-marginals", "pseudo-perplexity"):
-        said, rows = run(directory, "mutant\nK2A\nWT\nT3A:A4G\n", method=method, overwrite=True)
+def test_other_methods_and_a_window_have_their_scores(directory: Path, model: ESM2) -> None:
+    names = ["K2A", "WT", "T3A:A4G"]
+    for method, window in (("wild-type-marginals", None), ("pseudo-perplexity", None), ("masked-marginals", 9)):
+        text = "\n".join(["mutant", *names, ""])
+        said, rows = run(directory, text, method=method, window=window, overwrite=True)
         assert said == "out.csv: 3 variants"
         found = [float(row[method.replace("-", "_")]) for row in rows]
-        assert found == pytest.approx(expected(model, ["K2A", "WT", "T3A:A4G"], method), abs=1e-4)
+        assert found == pytest.approx(expected(model, names, method, window), abs=1e-4)
         assert len(set(found)) == 3
+    assert np.abs(np.array(found) - expected(model, names)).max() > 1e-3, "what lies beyond the window matters"
 
 
-def test_the_column_of_values_may_be_named(directory: Path, model: ESM2) -> None:
-    text = "mutant,score,kd\n" + "".join(f"{name},{n},{-n}\n" for n, name in enumerate(SINGLES[:5]))
-    rho = stats.spearmanr(expected(model, SINGLES[:5]), range(5)).statistic
-    assert f"Spearman with score {rho:.3f} (no interval" in run(directory, text)[0]
-    assert f"Spearman with kd {-rho:.3f} (no interval" in run(directory, text, target="kd", overwrite=True)[0]
-    with pytest.raises(InputError, match="column 'ki'"):
-        run(directory, text, target="ki", overwrite=True)
-
-
-def test_missing_values_are_left_out_of_the_correlation(directory: Path, model: ESM2) -> None:
-    def message(values: list[str]) -> str:
-        text = "mutant,score\n" + "".join(f"{n},{v}\n" for n, v in zip(SINGLES, values, strict=False))
-        return run(directory, text, overwrite=True)[0]
+def test_the_column_of_values_may_be_named_and_have_gaps(directory: Path, model: ESM2) -> None:
+    def message(column: str, values: list[str], target: str | None = None) -> str:
+        rows = "".join(f"{name},{n},{v}\n" for n, (name, v) in enumerate(zip(SINGLES, values, strict=False)))
+        return run(directory, f"mutant,x,{column}\n{rows}", target=target, overwrite=True)[0]
 
     rho = stats.spearmanr(expected(model, [SINGLES[n] for n in (0, 2, 4, 5)]), [3, 1, 2, 5]).statistic
-    assert f"Spearman with score {rho:.3f} (no interval" in message(["3", "", "1", "NA", "2", "5"])
+    values = ["3", "", "1", "NA", "2", "5"]
+    assert f"Spearman with score {rho:.3f} (no interval" in message("score", values)
+    assert f"Spearman with kd {rho:.3f} (no interval" in message("kd", values, "kd")
+    assert "Spearman" not in message("kd", values)
     for values in (["7", "7", "7"], ["1", "", ""]):
-        assert "Spearman with score undefined" in message(values)
+        assert "Spearman with score undefined" in message("score", values)
+    with pytest.raises(InputError, match="column 'ki'"):
+        message("kd", values, "ki")
 
 
 def test_rows_that_cannot_be_scored_keep_their_place(
@@ -163,14 +162,6 @@ def test_another_numbering_is_found_or_given(directory: Path, model: ESM2) -> No
         run(directory, text, offset=5, overwrite=True)
 
 
-def test_a_window_is_handed_on(directory: Path, model: ESM2) -> None:
-    text = "\n".join(["mutant", *SINGLES]) + "\n"
-    _, rows = run(directory, text, window=9)
-    found = [float(row["masked_marginals"]) for row in rows]
-    assert found == pytest.approx(expected(model, SINGLES, "masked-marginals", 9), abs=1e-4)
-    assert np.abs(np.array(found) - expected(model, SINGLES)).max() > 1e-3
-
-
 def test_a_model_without_an_lm_head_is_refused(directory: Path) -> None:
     without = directory / "headless"
     without.mkdir()
@@ -185,20 +176,19 @@ def test_a_model_without_an_lm_head_is_refused(directory: Path) -> None:
 
 
 def test_mistakes(directory: Path) -> None:
-    for kind, token, text, given in (
-        (UsageError, "'best'", "mutant\nK2A\n", {"method": "best"}),
-        (InputError, "'masked_marginals' already", "mutant,masked_marginals\nK2A,1\n", {}),
-        (InputError, "column 'mutant'", "mutant\nhello\n", {}),
+    Path("mine.csv").write_text("mine")
+    for kind, token, text, out, given in (
+        (UsageError, "'best'", "mutant\nK2A\n", "out.csv", {"method": "best"}),
+        (InputError, "'masked_marginals' already", "mutant,masked_marginals\nK2A,1\n", "out.csv", {}),
+        (InputError, "column 'mutant'", "mutant\nhello\n", "out.csv", {}),
+        (UsageError, r"x\.tsv", "mutant\nK2A\n", "x.tsv", {}),
+        (UsageError, "exists already", "mutant\nK2A\n", "mine.csv", {}),
     ):
+        Path("v.csv").write_text(text)
         with pytest.raises(kind, match=token):
-            run(directory, text, **given)
-    assert list(Path.cwd().iterdir()) == [Path.cwd() / "v.csv"], "nothing is left behind"
-    with pytest.raises(UsageError, match=r"x\.tsv"):
-        score_table(str(directory / "model"), directory / "wt.fasta", None, Path("x.tsv"))
-    Path("out.csv").write_text("mine")
-    with pytest.raises(UsageError, match="exists already"):
-        run(directory, "mutant\nK2A\n")
-    assert Path("out.csv").read_text() == "mine"
+            score_table(str(directory / "model"), directory / "wt.fasta", Path("v.csv"), Path(out), **given)
+    assert {path.name for path in Path().iterdir()} == {"v.csv", "mine.csv"}, "nothing is left behind"
+    assert Path("mine.csv").read_text() == "mine"
 
 
 def test_a_second_method_goes_beside_the_first(directory: Path) -> None:

@@ -3,12 +3,14 @@
 import csv
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command import in_process
 from esm.model.esm2 import ESM2 as FairEsm
 from model_files import ALPHABET, SMALL, TINY, fair_esm, ours, perturb, tokenise, write_transformers
 from pyarrow import parquet
@@ -16,7 +18,6 @@ from safetensors.torch import load_file, save_file
 from tracked_model import random_pairs, track, write_model, write_pairs
 
 from esmshard.batch import pack
-from esmshard.cli.app import main
 from esmshard.errors import InputError, UsageError
 from esmshard.io import writers
 from esmshard.io.paths import shipped
@@ -25,7 +26,7 @@ from esmshard.predict.heads import predict
 from esmshard.predict.zero_shot import score, score_sequences, score_table
 from esmshard.tasks import marginals
 from esmshard.tasks.marginals import as_masked
-from esmshard.vocab import MASK, STANDARD, TOKENS, encode
+from esmshard.vocab import STANDARD
 
 RECORDS = {
     "one": "M",
@@ -83,13 +84,16 @@ def run(directory: Path, out: str = "out.csv", model: str = "model", **given: An
         return said, list(csv.DictReader(file))
 
 
-def test_both_methods_are_those_of_fair_esm(directory: Path) -> None:
+def test_both_methods_are_those_of_fair_esm(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = reference()
+    monkeypatch.setattr("esmshard.predict.zero_shot.GROUP_ROWS", 3)
+    monkeypatch.setattr(writers, "GROUP_ROWS", 3)
     for k, (method, prefix) in enumerate((("pseudo-perplexity", ""), ("one-pass", "one_pass_"))):
         message, lines = run(directory, method=method, overwrite=True)
         assert message == "out.csv: 4 records"
         out = Path(f"{method}.parquet")
         score_sequences(str(directory / "model"), directory / "x.fasta", out, method=method)  # type: ignore[arg-type]
+        assert parquet.ParquetFile(out).num_row_groups == 2
         rows = parquet.read_table(out).to_pylist()
         columns = [f"{prefix}{name}" for name in ("pseudo_log_likelihood", "mean_log_p", "pseudo_perplexity")]
         assert list(rows[0]) == list(lines[0]) == ["id", "length", "not_scored", "window", *columns]
@@ -103,6 +107,8 @@ def test_both_methods_are_those_of_fair_esm(directory: Path) -> None:
             assert [float(line[name]) for name in columns] == pytest.approx(found, rel=1e-5)
     about = json.loads(Path("out.csv.json").read_text())
     assert (about["records"], about["window"], about["method"]) == (4, 1022, "one-pass")
+    with pytest.raises(UsageError, match="exists already"):
+        run(directory)
 
 
 def test_packs_make_no_difference(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,36 +140,37 @@ def test_the_estimate_is_bayes_rule_over_what_training_shows() -> None:
 
 
 def test_an_ensemble_gives_means_and_deviations(directory: Path) -> None:
-    singles = [run(directory, model=name, method="one-pass", overwrite=True)[1] for name in ("model", "other")]
-    _, rows = run(directory, method="one-pass", ensemble=[str(directory / "other")], overwrite=True)
-    for row, *of_models in zip(rows, *singles, strict=True):
-        means, totals = (
-            [float(one[f"one_pass_{name}"]) for one in of_models] for name in ("mean_log_p", "pseudo_log_likelihood")
-        )
-        assert float(row["one_pass_mean_log_p"]) == pytest.approx(sum(means) / 2, rel=1e-4)
-        assert float(row["one_pass_mean_log_p_sd"]) == pytest.approx(abs(means[0] - means[1]) / 2**0.5, abs=1e-4)
-        assert float(row["one_pass_pseudo_perplexity"]) == pytest.approx(np.exp(-sum(means) / 2), rel=1e-3)
-        assert float(row["one_pass_pseudo_log_likelihood"]) == pytest.approx(sum(totals) / 2, rel=1e-4)
-        assert means[0] != means[1]
-    assert json.loads(Path("out.csv.json").read_text())["ensemble"] == ["other"]
+    def columns(model: str, **given: Any) -> dict[str, np.ndarray]:
+        _, rows = run(directory, model=model, method="one-pass", overwrite=True, **given)
+        return {name[9:]: np.array([float(row[name]) for row in rows]) for name in rows[0] if "one_pass" in name}
+
+    one, other = columns("model"), columns("other")
+    both, means = columns("model", ensemble=[str(directory / "other")]), (one["mean_log_p"] + other["mean_log_p"]) / 2
+    assert both["mean_log_p"] == pytest.approx(means, rel=1e-4)
+    deviations = np.abs(one["mean_log_p"] - other["mean_log_p"]) / 2**0.5
+    assert both["mean_log_p_sd"] == pytest.approx(deviations, abs=1e-4)
+    assert deviations.min() > 0
+    assert both["pseudo_perplexity"] == pytest.approx(np.exp(-means), rel=1e-3)
+    totals = (one["pseudo_log_likelihood"] + other["pseudo_log_likelihood"]) / 2
+    assert both["pseudo_log_likelihood"] == pytest.approx(totals, rel=1e-4)
 
 
 def test_an_ensemble_scores_variants(directory: Path) -> None:
     Path("wt.fasta").write_text(f">wt\n{RECORDS['short']}\n")
     Path("v.csv").write_text("mutant\nK2A\nK2U\nY5W\n")
-    names = [str(directory / name) for name in ("model", "other", "esm1b")]
-    score_table(names[0], Path("wt.fasta"), Path("v.csv"), Path("all.csv"), ensemble=names[1:])
-    scores = []
-    for name in names:
-        score_table(name, Path("wt.fasta"), Path("v.csv"), Path("one.csv"), overwrite=True)
-        scores.append([line.split(",")[1] for line in Path("one.csv").read_text().splitlines()[1::2]])
-    head, *lines = [line.split(",") for line in Path("all.csv").read_text().splitlines()]
+    first, *others = [str(directory / name) for name in ("model", "other", "esm1b")]
+
+    def lines(name: str, ensemble: Sequence[str] = ()) -> list[list[str]]:
+        score_table(name, Path("wt.fasta"), Path("v.csv"), Path("x.csv"), ensemble=ensemble, overwrite=True)
+        return [line.split(",") for line in Path("x.csv").read_text().splitlines()]
+
+    values = np.array([[cells[1] for cells in lines(name)[1::2]] for name in (first, *others)], float)
+    head, *rows = lines(first, others)
     assert head == ["mutant", "masked_marginals", "masked_marginals_sd", "not scored because"]
-    assert lines[1][:3] == ["K2U", "", ""]
-    values = np.array(scores, float)
-    found = np.array([lines[0][1:3], lines[2][1:3]], float)
+    assert rows[1][:3] == ["K2U", "", ""]
+    found = np.array([rows[0][1:3], rows[2][1:3]], float)
     assert found == pytest.approx(np.stack([values.mean(0), values.std(0, ddof=1)], axis=1), abs=1e-4)
-    assert json.loads(Path("all.csv.json").read_text())["ensemble"] == ["other", "esm1b"]
+    assert json.loads(Path("x.csv.json").read_text())["ensemble"] == ["other", "esm1b"]
 
 
 def test_long_records_are_seen_in_windows(directory: Path) -> None:
@@ -193,12 +200,12 @@ def test_records_without_one_of_the_20(directory: Path, capsys: pytest.CaptureFi
 
 def test_variants_leave_the_same_residues_out(directory: Path) -> None:
     """The pseudo-perplexity of a variant is that of its sequence as a record."""
-    rare = RECORDS["rare"]
+    rare, model = RECORDS["rare"], str(directory / "model")
     Path("wt.fasta").write_text(f">wt\n{rare}\n")
     Path("v.csv").write_text("mutant\nWT\nK2A\n")
-    score_table(str(directory / "model"), Path("wt.fasta"), Path("v.csv"), Path("v2.csv"), method="pseudo-perplexity")
+    score_table(model, Path("wt.fasta"), Path("v.csv"), Path("v2.csv"), method="pseudo-perplexity")
     Path("x.fasta").write_text(f">wt\n{rare}\n>K2A\nXA{rare[2:]}\n")
-    score_sequences(str(directory / "model"), Path("x.fasta"), Path("x.csv"))
+    score_sequences(model, Path("x.fasta"), Path("x.csv"))
     found, records = (
         [line.split(",")[column] for line in Path(name).read_text().splitlines()[1:]]
         for name, column in (("v2.csv", 1), ("x.csv", 5))
@@ -223,23 +230,16 @@ def test_scores_are_of_the_residues_in_the_joined_sequence(directory: Path) -> N
     assert '"join": "linker:6"' in Path("x.csv.json").read_text()
 
 
-@torch.no_grad()
 def test_tracks_are_read(tmp_path: Path) -> None:
+    """The pseudo-perplexity is that of `score`, which `test_zero_shot` computes by hand."""
     name, model = write_model(tmp_path / "model")
     pairs = random_pairs({"a": 14, "b": 9})
     fasta, letters = write_pairs(tmp_path, pairs)
     score_sequences(name, fasta, tmp_path / "x.csv", tracks={"3di": str(letters)})
     rows = (tmp_path / "x.csv").read_text().splitlines()[1:]
     for row, (sequence, three_di) in zip(rows, pairs.values(), strict=True):
-        expected = 0.0
-        for place, residue in enumerate(sequence, start=1):
-            tokens = encode(sequence).copy()
-            tokens[place] = MASK
-            batch = pack([tokens], logits_at=[np.array([place])], tracks=[{"3di": track(three_di)}])
-            logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
-            assert logits_PV is not None
-            expected += float(logits_PV[0].log_softmax(-1)[TOKENS.index(residue)])
-        assert float(row.split(",")[4]) == pytest.approx(expected, abs=1e-3)
+        expected = score(model, sequence, [()], "pseudo-perplexity", tracks={"3di": track(three_di)})
+        assert float(row.split(",")[5]) == pytest.approx(expected[0], abs=1e-4)
     assert json.loads((tmp_path / "x.csv.json").read_text())["tracks"] == {"3di": letters.name}
     score_sequences(name, fasta, tmp_path / "y.csv")
     assert (tmp_path / "y.csv").read_text().splitlines()[1:] != rows
@@ -267,27 +267,11 @@ def test_mistakes(directory: Path) -> None:
         assert [path.name for path in Path().iterdir()] == ["x.fasta"], "nothing is written"
 
 
-def test_options_of_variants_are_refused_for_sequences(
-    directory: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    model, fasta = str(directory / "model"), str(directory / "x.fasta")
+def test_options_of_variants_are_refused_for_sequences(directory: Path) -> None:
     for more, token in ((["--target", "kd"], "--target"), (["v.csv", "--all-singles"], "--all-singles")):
-        monkeypatch.setattr("sys.argv", ["esmshard", "score", model, fasta, *more, "-o", "x.csv"])
-        with pytest.raises(SystemExit) as leaving:
-            main()
-        assert leaving.value.code == 2
-        assert token in capsys.readouterr().err
-
-
-def test_a_result_is_kept(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("esmshard.predict.zero_shot.GROUP_ROWS", 3)
-    monkeypatch.setattr(writers, "GROUP_ROWS", 3)
-    out = Path("out.parquet")
-    score_sequences(str(directory / "model"), directory / "x.fasta", out)
-    assert parquet.ParquetFile(out).num_row_groups == 2
-    assert parquet.read_table(out)["id"].to_pylist() == list(RECORDS)
-    with pytest.raises(UsageError, match="exists already"):
-        score_sequences(str(directory / "model"), directory / "x.fasta", out)
+        done = in_process("score", str(directory / "model"), str(directory / "x.fasta"), *more, "-o", "x.csv")
+        assert done.returncode == 2
+        assert token in done.stderr
 
 
 def test_outputs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
@@ -298,7 +282,7 @@ def test_outputs_that_are_no_numbers_are_refused(tmp_path: Path) -> None:
     save_file(weights, model / "model.safetensors", {"format": "pt"})
     (tmp_path / "x.fasta").write_text(">a\nMKTAYIAKQR\n>b\nMKV\n")
     (tmp_path / "wt.fasta").write_text(">a\nMKTAYIAKQR\n")
-    with pytest.raises(InputError, match="no finite numbers"):
+    with pytest.raises(InputError, match="NaN or infinite"):
         predict(str(model), tmp_path / "x.fasta", tmp_path / "x.npz", device="cpu")
     assert len((tmp_path / "x.npz.failed.tsv").read_text().splitlines()) == 3
     with pytest.raises(InputError, match="2 of 2 scores"):

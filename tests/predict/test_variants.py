@@ -4,6 +4,7 @@ import csv
 import json
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +120,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return found
 
 
+opened = cache(load_finetuned)
+
+
 @pytest.fixture(autouse=True)
 def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each model is read once for all tests, which takes most of their time."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("esmshard.predict.variants.load_finetuned", opened)
 
 
 def ranked(run: Path, text: str | None = None, **given: Any) -> tuple[list[dict[str, str]], dict[str, Any]]:
@@ -147,15 +153,15 @@ def by_hand(run: Path, names: Sequence[str]) -> np.ndarray:
     """By each model of each variant, one at a time, [M, N, T]."""
     found = []
     for path in sorted(run.glob("*/model")):
-        opened = load_finetuned(str(path))
-        part, each = slice(opened.task.facts["first"], None), []
+        model = opened(str(path), None)
+        part, each = slice(model.task.facts["first"], None), []
         for name in names:
             residues = list(WT)
             for mutation in parse_variant(name):
                 residues[mutation.position] = mutation.mutant
-            seen = "".join(residues)[part][: opened.task.facts["length"]]
-            output = opened.model.outputs([opened.task.question(Example("x", encode(seen), {}))])[0]
-            each.append(opened.task.predict(output))
+            seen = "".join(residues)[part][: model.task.facts["length"]]
+            output = model.model.outputs([model.task.question(Example("x", encode(seen), {}))])[0]
+            each.append(model.task.predict(output))
         found.append(np.stack(each))
     return np.stack(found)
 
@@ -217,7 +223,7 @@ def test_residues_that_the_model_does_not_see_are_not_ranked(runs: Path) -> None
     assert [row["mutant"] for row in rows[3:]] == ["K2C", "V15C", "Y5C:V15C"]
     mean = by_hand(runs / "part", [row["mutant"] for row in rows[:3]]).mean(0)[:, 0]
     assert numbers(rows[:3], "prediction") == pytest.approx(mean, abs=1e-3)
-    assert "3 variants (line 2, line 5, line 6), as the model does not see" in told["notices"][-1]
+    assert "3 variants (line 2, line 5, line 6), as it changes a residue" in told["notices"][-1]
     assert len(ranked(runs / "part")[0]) == 19 * 10
     with pytest.raises(InputError, match="no row can be ranked"):
         ranked(runs / "part", table(["K2C"]))
@@ -245,40 +251,36 @@ def test_a_run_with_one_model_or_none(runs: Path, tmp_path: Path) -> None:
         ranked(alone, table(NAMES), propose=2)
     assert models_of(str(runs / "lower")) == [runs / "lower" / f"seed-0-fold-{n}" / "model" for n in range(3)]
     assert models_of(str(alone)) == models_of(str(alone / "model")) == [alone / "model"]
-    (tmp_path / "weights.pt").write_bytes(b"weights")
-    assert models_of(str(tmp_path / "nowhere")) == models_of(str(tmp_path / "weights.pt")) == []
-    (other := tmp_path / "other").mkdir()
-    (other / "esmshard.json").write_text('{"recipe": {"task": {"name": "residue"}}}')
-    assert models_of(str(other)) == []
-    (other / "summary.json").write_text('{"task": "variant", "runs": ["seed-0"]}')
+    (tmp_path / "esmshard.json").write_text('{"recipe": {"task": {"name": "residue"}}}')
+    assert models_of(str(tmp_path)) == models_of(str(tmp_path / "nowhere")) == []
+    (tmp_path / "summary.json").write_text('{"task": "variant", "runs": ["seed-0"]}')
     with pytest.raises(InputError, match="there is no model"):
-        models_of(str(other))
+        models_of(str(tmp_path))
 
 
 def test_mistakes(runs: Path, tmp_path: Path) -> None:
-    for kind, token, text, given in (
-        (InputError, "column 'rank' already", "mutant,rank\nK2C,1\n", {}),
-        (InputError, "has no column 'name'", "mutant,rank\nK2C,1\n", {"mutant": "name"}),
-        (InputError, "do not fit", table(["A2C", "A3C"]), {}),
-        (InputError, "--offset -10", table([f"{WT[n]}{n + 11}A" for n in range(24) if WT[n] != "A"]), {}),
-        (UsageError, "--offset is added", None, {"offset": 3}),
-        (UsageError, "--sites", None, {"sites": "1"}),
-        (UsageError, "one-hot, zero-shot", None, {"baseline": "ridge"}),
-    ):
-        with pytest.raises(kind, match=re.escape(token)):
-            ranked(runs / "plain", text, **given)
-        assert not Path("out.csv").exists()
-    with pytest.raises(UsageError, match=r"\.csv"):
-        rank(str(runs / "plain"), None, Path("x.txt"))
     Path("y.csv").write_text("mine")
-    with pytest.raises(UsageError, match="exists already"):
-        rank(str(runs / "plain"), None, Path("y.csv"))
-    assert Path("y.csv").read_text() == "mine"
     mixed = write_run(tmp_path / "mixed", 1, facts())
     write_model(mixed / "b" / "model", 0, facts(protein=WT[::-1]))
     (mixed / "summary.json").write_text(json.dumps({"task": "variant", "runs": ["seed-0-fold-0", "b"]}))
-    with pytest.raises(InputError, match="different proteins"):
-        ranked(mixed)
+    ahead = table([f"{WT[n]}{n + 11}A" for n in range(24) if WT[n] != "A"])
+    for kind, token, run, text, out, given in (
+        (InputError, "column 'rank' already", "plain", "mutant,rank\nK2C,1\n", "x.csv", {}),
+        (InputError, "has no column 'name'", "plain", "mutant,rank\nK2C,1\n", "x.csv", {"mutant": "name"}),
+        (InputError, "do not fit", "plain", table(["A2C", "A3C"]), "x.csv", {}),
+        (InputError, "--offset -10", "plain", ahead, "x.csv", {}),
+        (UsageError, "--offset is added", "plain", None, "x.csv", {"offset": 3}),
+        (UsageError, "--sites", "plain", None, "x.csv", {"sites": "1"}),
+        (UsageError, "one-hot, zero-shot", "plain", None, "x.csv", {"baseline": "ridge"}),
+        (UsageError, ".csv", "plain", None, "x.txt", {}),
+        (UsageError, "exists already", "plain", None, "y.csv", {}),
+        (InputError, "different proteins", str(mixed), None, "x.csv", {}),
+    ):
+        Path("v.csv").write_text(text or "")
+        with pytest.raises(kind, match=re.escape(token)):
+            rank(str(runs / run), None if text is None else Path("v.csv"), Path(out), **given)
+    assert {path.name for path in Path().iterdir()} == {"mixed", "v.csv", "y.csv"}
+    assert Path("y.csv").read_text() == "mine"
 
 
 # What training has seen
@@ -308,7 +310,7 @@ def test_variants_of_training_are_compared_out_of_fold(runs: Path, capsys: pytes
     rows, told = ranked(runs / "unknown", "mutant,y\nM1A,1\nK2A,2\nF14A,3\n")
     assert not re.search(r"Spearman with y -?\d", capsys.readouterr().err), "models that do not know"
     assert told["compared"]["unseen"] is None
-    assert "not recorded" in told["compared"]["why"]
+    assert "unknown" in told["compared"]["why"]
     assert {row["seen in training"] for row in rows} == {""}
 
 

@@ -37,13 +37,13 @@ def model() -> ESM2:
     return found.eval()
 
 
-def expected(model: ESM2, sequence: str, site: int, hidden: bool = True) -> torch.Tensor:
+def expected(model: Trunk, sequence: str, site: int, hidden: bool = True, **given: Any) -> torch.Tensor:
     """log p of all tokens at one site."""
     tokens = encode(sequence).copy()
     if hidden:
         tokens[site + 1] = MASK
     with torch.no_grad():
-        logits = model(pack([tokens]), logits_at=torch.tensor([site + 1])).logits_PV
+        logits = model(pack([tokens], **given), logits_at=torch.tensor([site + 1])).logits_PV
     assert logits is not None
     return logits[0].log_softmax(-1)
 
@@ -109,12 +109,11 @@ def test_of_a_long_protein_the_model_sees_a_window_around_the_site(model: ESM2) 
         assert np.abs(whole[0] - found[1]).max() > 1e-3, "what lies beyond the window matters"
 
 
-def test_mistakes(model: ESM2) -> None:
+def test_no_variants_and_mistakes(model: ESM2) -> None:
     assert score(model, PROTEIN, []).shape == (0,)
-    with pytest.raises(UsageError, match="masked-marginals"):
-        score(model, PROTEIN, VARIANTS, "best")  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="give at least 1"):
-        score(model, PROTEIN, VARIANTS, window=0)
+    for given, token in (({"method": "best"}, "masked-marginals"), ({"window": 0}, "give at least 1")):
+        with pytest.raises(UsageError, match=token):
+            score(model, PROTEIN, VARIANTS, **given)
 
 
 # Tracks
@@ -129,20 +128,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Trunk]:
     return write_model(tmp_path_factory.mktemp("tracked") / "model")
 
 
-@torch.no_grad()
 def with_letters(model: Trunk, window: int) -> list[float]:
     """Masked marginals: each site hidden in a window around it, with the letters of the window."""
     found = []
     for (mutation,) in OF_TRACKED:
         first = min(max(mutation.position - window // 2, 0), len(SEQUENCE) - window)
-        tokens = encode(SEQUENCE[first : first + window]).copy()
-        place = mutation.position - first + 1
-        tokens[place] = MASK
-        batch = pack([tokens], logits_at=[np.array([place])], tracks=[{"3di": track(LETTERS[first : first + window])}])
-        logits_PV = model(batch, logits_at=batch.logits_at_P).logits_PV
-        assert logits_PV is not None
-        columns = [TOKENS.index(letter) for letter in RESIDUES]
-        log_p = logits_PV[0, columns].log_softmax(-1)
+        part, place = slice(first, first + window), mutation.position - first
+        log_p = expected(model, SEQUENCE[part], place, tracks=[{"3di": track(LETTERS[part])}])
+        log_p = log_p[[TOKENS.index(letter) for letter in RESIDUES]].log_softmax(-1)
         found.append(float(log_p[RESIDUES.index(mutation.mutant)] - log_p[RESIDUES.index(mutation.wild)]))
     return found
 
@@ -158,16 +151,16 @@ def test_every_method_sees_the_letters_of_the_window(trained: tuple[str, Trunk])
 
 
 def test_a_table_with_letters(trained: tuple[str, Trunk], tmp_path: Path) -> None:
-    name, model = trained
-    (tmp_path / "wt.fasta").write_text(f">wt\n{SEQUENCE}\n")
-    (tmp_path / "3di.fasta").write_text(f">other\nvv\n>wt\n{LETTERS}\n")
-    (tmp_path / "v.csv").write_text("\n".join(["mutant", *TRACKED]) + "\n")
-    expected = with_letters(model, 40)
-    out = tmp_path / "x.csv"
-    score_table(name, tmp_path / "wt.fasta", tmp_path / "v.csv", out, tracks={"3di": str(tmp_path / "3di.fasta")})
+    for name, text in (
+        ("wt.fasta", f">wt\n{SEQUENCE}\n"),
+        ("3di.fasta", f">other\nvv\n>wt\n{LETTERS}\n"),
+        ("v.csv", "\n".join(["mutant", *TRACKED]) + "\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    out, tracks = tmp_path / "x.csv", {"3di": str(tmp_path / "3di.fasta")}
+    score_table(trained[0], tmp_path / "wt.fasta", tmp_path / "v.csv", out, tracks=tracks)
     found = [float(line.split(",")[1]) for line in out.read_text().splitlines()[1:]]
-    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(found, with_letters(trained[1], 40), rtol=0, atol=1e-4)
     about = json.loads(facts_file(out).read_text())
-    assert about["tracks"] == {"3di": "3di.fasta"}
-    assert about["wild_type"] == "wt.fasta"
+    assert (about["tracks"], about["wild_type"]) == ({"3di": "3di.fasta"}, "wt.fasta")
     assert "structure letters (3Di) of 40 of 40 residues of the wild type" in str(about["notices"])

@@ -22,12 +22,7 @@ from esmshard.parallel.shard import shard
 from esmshard.recipe.sections import AdaptSettings
 from esmshard.tasks import contact_heads
 from esmshard.tasks.contact import ContactSettings, ContactTask
-from esmshard.tasks.contact_heads import (
-    PRIOR,
-    AttentionHead,
-    BothHead,
-    PairwiseHead,
-)
+from esmshard.tasks.contact_heads import PRIOR, AttentionHead, BothHead, PairwiseHead
 from esmshard.tasks.finetuned import start_values
 from esmshard.tasks.registry import new_task
 from esmshard.vocab import encode
@@ -141,30 +136,24 @@ def test_bf16_of_the_trunk_leaves_contacts_in_fp32(trunk: ESM2) -> None:
 
 
 def test_the_attention_head_says_what_the_models_own_contact_head_says(trunk: ESM2) -> None:
-    head = new_head(settings("attention"), TINY)
-    found = Weights(TINY, "trained", weight_reader.tensors(trunk.state_dict()))
-    head.start(found)
-    batch = batch_of(50, 20)
+    head, batch = new_head(settings("attention"), TINY), batch_of(50, 20)
+    head.start(Weights(TINY, "trained", weight_reader.tensors(trunk.state_dict())))
     with torch.no_grad():
-        expected = predict_contacts(trunk, batch)
-        mine = FineTuner(trunk, head)(batch)
-    for logits_LL, contacts_LL in zip(mine, expected, strict=True):
-        assert (logits_LL.sigmoid() - contacts_LL).abs().max() <= 1e-6
-        assert contacts_LL.std() > 0.01
+        for logits_LL, contacts_LL in zip(FineTuner(trunk, head)(batch), predict_contacts(trunk, batch), strict=True):
+            assert (logits_LL.sigmoid() - contacts_LL).abs().max() <= 1e-6
+            assert contacts_LL.std() > 0.01
 
 
 def test_a_head_goes_on_from_one_of_its_kind_and_size(trunk: ESM2) -> None:
-    name = "both"
-    before = new_head(settings(name), TINY)
+    task = new_task(settings("both"), {})
+    before, after = task.head(TINY), task.head(TINY)
     state = trunk.state_dict() | {f"head.{n}": t for n, t in before.state_dict().items()}
-    found, task = Weights(TINY, "my contacts", weight_reader.tensors(state)), new_task(settings(name), {})
-    after = new_head(settings(name), TINY)
+    found = Weights(TINY, "my contacts", weight_reader.tensors(state))
     assert any(not torch.equal(t, before.state_dict()[n]) for n, t in after.state_dict().items())
     assert "goes on from the contact head of my contacts" in str(start_values(task, after, found))
     assert all(torch.equal(t, before.state_dict()[n]) for n, t in after.state_dict().items())
-    # One of another size is new, and so is one of another kind.
     for other in ({"channels": 12}, {"blocks": 1}):
-        head = new_head(settings(name, **other), TINY)
+        head = new_head(settings("both", **other), TINY)
         kept = {n: t.clone() for n, t in head.state_dict().items() if not n.startswith("regression.")}
         assert "left out" in str(start_values(task, head, found))
         assert all(torch.equal(head.state_dict()[n], t) for n, t in kept.items())
@@ -184,38 +173,22 @@ def test_a_new_head_starts_near_the_share_of_contacts_and_tells_pairs_apart() ->
 
 
 def reference(head: PairwiseHead, x_LD: torch.Tensor, second: int | None = None) -> torch.Tensor:
-    """The network on a whole map, channels first and step by step; `second` is where a second chain begins."""
+    """The network on a whole map, pair by pair; `second` is where a second chain begins."""
     x_LD = F.layer_norm(x_LD, x_LD.shape[1:], head.norm.weight, head.norm.bias)
     left, right = head.left(x_LD), head.right(x_LD)
     n = len(x_LD)
-    z = torch.empty(n, n, left.shape[1])
+    z = torch.empty(1, left.shape[1], n, n)
     for i in range(n):
         for j in range(n):
             apart = min(abs(i - j), 64) if second is None or (i < second) == (j < second) else 64
-            z[i, j] = left[i] * right[j] + left[j] * right[i] + head.separation.weight[apart]
-    z = z.permute(2, 0, 1)
+            z[0, :, i, j] = left[i] * right[j] + left[j] * right[i] + head.separation.weight[apart]
     for k, block in enumerate(head.blocks):
-        h = z
-        for norm, conv, dilation in (
-            (block.norm1, block.conv1, (1, 2, 4)[k % 3]),
-            (block.norm2, block.conv2, 1),
-        ):
-            mean, var = h.mean((1, 2), keepdim=True), h.var((1, 2), unbiased=False, keepdim=True)
-            h = (h - mean) / (var + 1e-5).sqrt() * norm.weight[:, None, None] + norm.bias[:, None, None]
-            padded = F.pad(F.gelu(h), (dilation,) * 4)
-            h = sum(
-                torch.einsum(
-                    "oc,cij->oij",
-                    conv.weight[:, :, a, b],
-                    padded[:, a * dilation : a * dilation + n, b * dilation : b * dilation + n],
-                )
-                for a in range(3)
-                for b in range(3)
-            )  # fmt: skip
-            if conv.bias is not None:
-                h = h + conv.bias[:, None, None]
+        h, dilation = z, (1, 2, 4)[k % 3]
+        for norm, conv, wide in ((block.norm1, block.conv1, dilation), (block.norm2, block.conv2, 1)):
+            h = F.gelu(F.instance_norm(h, weight=norm.weight, bias=norm.bias))
+            h = F.conv2d(F.pad(h, (wide,) * 4), conv.weight, conv.bias, dilation=wide)
         z = z + h
-    logits = torch.einsum("c,cij->ij", head.out.weight[0, :, 0, 0], z) + head.out.bias
+    logits = torch.einsum("c,cij->ij", head.out.weight[0, :, 0, 0], z[0]) + head.out.bias
     return (logits + logits.T) / 2
 
 
@@ -230,7 +203,7 @@ def test_the_network_computes_what_one_writes_down(trunk: ESM2, small: None) -> 
         assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-def test_residues_of_two_chains_are_as_far_apart_as_can_be(trunk: ESM2, small: None) -> None:
+def test_residues_of_two_chains_are_as_far_apart_as_can_be(trunk: ESM2) -> None:
     head = model(trunk, "pairwise", blocks=2).head
     batch = pack([encode("MKTAYIAKQRQISFVKSHFSRQ" + ":GGLVNDECHWSFPMKTA", linker=1)])
     x_TD = torch.randn(len(batch.tokens_T), TINY.dim, generator=torch.Generator().manual_seed(0))

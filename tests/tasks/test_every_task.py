@@ -2,8 +2,8 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +31,15 @@ def shipped_recipe(name: str) -> Recipe:
     return next(one for one in found if str(one.data.train or one.data.table).startswith("sample:"))
 
 
+@cache
+def learned(name: str) -> tuple[Task, list[Example]]:
+    """A task that has read the labels of its sample, and the six shortest training records."""
+    recipe = shipped_recipe(name)
+    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
+    task = new_task(recipe.task, {}).learn(train)
+    return task, [train.get(int(n)) for n in np.argsort(train.tokens, kind="stable")[:6]]
+
+
 def test_every_task_is_registered_under_the_name_that_recipes_write() -> None:
     assert len(TASKS) >= 5
     assert registered().unusable == {}
@@ -40,15 +49,8 @@ def test_every_task_is_registered_under_the_name_that_recipes_write() -> None:
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_fulfils_the_base(name: str) -> None:
-    recipe = shipped_recipe(name)
-    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
-    task: Any = new_task(recipe.task, {}).learn(train)
-    assert isinstance(task, Task)
-    shortest = np.argsort(train.tokens, kind="stable")[:6]
-    examples = [train.get(int(n)) for n in shortest]
-    assert len(examples) >= 3
-    assert len(task.columns) >= 1
-    assert len(set(task.columns)) == len(task.columns)
+    task, examples = learned(name)
+    assert 1 <= len(task.columns) == len(set(task.columns))
 
     model = FineTuner(ours(fair_esm(TINY), TINY), task.head(TINY))
     model.adapt(AdaptSettings(), 0)
@@ -91,10 +93,7 @@ def with_letters(example: Example, shift: int) -> Example:
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
     """On a SaProt, of which every output of a frozen model depends on the letters."""
-    recipe = shipped_recipe(name)
-    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
-    task: Any = new_task(recipe.task, {}).learn(train)
-    shortest = [train.get(int(n)) for n in np.argsort(train.tokens, kind="stable")[:6]]
+    task, shortest = learned(name)
     config = SIZES["saprot_nano"]
     model = FineTuner(weights.build(weights.fresh(config, 0), torch.device("cpu")), task.head(config)).eval()
     perturb(model, deviation=0.3)
@@ -129,23 +128,23 @@ def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
 def test_settings_and_labels_that_nothing_can_be_learned_from_are_refused(tmp_path: Path) -> None:
     for name, given, token in (
         ("sequence", {"kind": "class", "loss": "huber"}, "huber"),
-        ("sequence", {"balance": 0.5}, "weighs classes"),
+        ("sequence", {"balance": 0.5}, "is for classes"),
         ("residue", {"kind": "number", "classes": ["A", "B"]}, "kind class"),
         ("residue", {"classes": ["HGI", "EB", "STH"]}, "letter H twice"),
-        ("residue", {"classes": ["HGI"]}, "one class only"),
+        ("residue", {"classes": ["HGI"]}, "only one class"),
         ("residue", {"classes": ["H", ""]}, "ASCII"),
     ):
         with pytest.raises(ValidationError, match=token):
             settings_of({"name": name, **given})
     for name, given, text, token in (
-        ("sequence", {}, "a TARGET=2 MKT\nb TARGET=2 ACD", "'TARGET' is 2 for every record"),
+        ("sequence", {}, "a TARGET=2 MKT\nb TARGET=2 ACD", "'TARGET' has only the value 2"),
         ("sequence", {}, "a TARGET=tall MKT\nb TARGET=2 ACD", "task.kind=class"),
         ("sequence", {"kind": "class"}, "a TARGET=x MKT\nb TARGET=x ACD", "class 'x'"),
         ("sequence", {"kind": "multilabel"}, "a TARGET=x;y MKT\nb TARGET=y;x ACD", "same labels"),
         ("residue", {}, "a TARGET=HHH MKT\nb TARGET=HH AC", "class 'H'"),
         ("residue", {"classes": ["HG", "E", "C"]}, "a TARGET=HEH MKT", "class 'C'"),
         ("residue", {"classes": ["H", "E"]}, "a TARGET=HEC MKT", "position 3"),
-        ("residue", {"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "2 for every residue"),
+        ("residue", {"kind": "number"}, "a TARGET=2;2;nan MKT\nb TARGET=2;2 AC", "only the value 2"),
         ("pair", {}, "x TARGET=1 MKT:ACD\ny TARGET=2 MKT", "record 'y' has 1 chain"),
     ):
         with pytest.raises(InputError, match=rf"train\.fasta.*{token}"):

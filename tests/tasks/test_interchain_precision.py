@@ -10,13 +10,7 @@ import torch.nn.functional as F
 
 from esmshard.data.batching.loader import Example
 from esmshard.data.labels.coordinates import chain_numbers, contact_labels, mark_linkers
-from esmshard.tasks.contact import (
-    ContactSettings,
-    ContactTask,
-    contact_precision,
-    shortest_chain,
-    valid_pairs,
-)
+from esmshard.tasks.contact import ContactSettings, ContactTask, contact_precision, shortest_chain, valid_pairs
 from esmshard.vocab import encode
 
 TASK = ContactTask(ContactSettings(name="contact"), {})

@@ -40,14 +40,12 @@ def test_numbers_are_those_of_ridge_on_standardised_features(x_NF: np.ndarray, r
 
 
 def test_each_target_is_fitted_on_the_examples_that_have_it(x_NF: np.ndarray, rng: np.random.Generator) -> None:
-    y = np.stack([standardised(x_NF) @ rng.normal(size=6) for _ in range(3)], axis=1)
+    y = standardised(x_NF) @ rng.normal(size=(6, 3))
     y[:100, 0] = y[150:, 1] = np.nan
     together = apply(fit_numbers(x_NF, y), x_NF)
     for t in range(3):
-        alone = apply(fit_numbers(x_NF, y[:, [t]]), x_NF)
-        assert together[:, t] == pytest.approx(alone[:, 0], abs=1e-4)
-        assert together[:, t] == pytest.approx(standardised(x_NF) @ (np.linalg.lstsq(
-            standardised(x_NF)[~np.isnan(y[:, t])], y[~np.isnan(y[:, t]), t], rcond=None)[0]), abs=0.1)  # fmt: skip
+        known = ~np.isnan(y[:, t])
+        assert together[known, t] == pytest.approx(y[known, t], abs=0.1)
 
 
 def test_classes_are_those_of_logistic_regression(x_NF: np.ndarray, rng: np.random.Generator) -> None:

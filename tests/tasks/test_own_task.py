@@ -4,12 +4,12 @@ import csv
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from command import in_process
 
-from esmshard.cli.app import main
 from esmshard.errors import InputError
 from esmshard.io.paths import shipped
 from esmshard.recipe import recipe_file
@@ -63,53 +63,36 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
         sys.modules.pop(name, None)
 
 
-@pytest.fixture
-def esmshard(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """A command in this process, and what it prints."""
-
-    def run(*arguments: str) -> str:
-        monkeypatch.setattr(sys, "argv", ["esmshard", *arguments])
-        code: object = 0
-        try:
-            main()
-        except SystemExit as leaving:
-            code = leaving.code
-        assert not code, arguments
-        return capsys.readouterr().out
-
-    return run
-
-
-def test_a_task_of_another_package_runs_from_recipe_to_report(directory: Path, esmshard: Callable[..., str]) -> None:
-    esmshard("finetune", "charge.yaml", "--no-report")
-    esmshard("predict", "run/model", "few.fasta", "-o", "charges.csv")
-    esmshard("evaluate", "run/model", "few.fasta", "-o", "scores")
-    esmshard("consolidate", "run", "-o", "again")
-    esmshard("report", "run")
-    schema = esmshard("recipes", "schema")
-    with open(directory / "charges.csv", newline="") as file:
+def test_a_task_of_another_package_runs_from_recipe_to_report(directory: Path) -> None:
+    for command in (
+        ("finetune", "charge.yaml"),
+        ("predict", "run/model", "few.fasta", "-o", "charges.csv"),
+        ("evaluate", "run/model", "few.fasta", "-o", "scores"),
+        ("consolidate", "run", "-o", "again"),
+        ("report", "run"),
+        ("recipes", "schema"),
+    ):
+        done = in_process(*command)
+        assert done.returncode == 0, done.stderr
+    assert '"net_charge": "#/$defs/NetChargeSettings"' in done.stdout
+    assert "The charge of a histidine." in done.stdout
+    with open("charges.csv", newline="") as file:
         rows = list(csv.DictReader(file))
     assert list(rows[0]) == ["id", "net charge"]
-    assert len(rows) == 8
-    assert len({row["net charge"] for row in rows}) == 8
-    for found in (directory / "run", directory / "scores"):
-        evaluation = json.loads((found / "evaluation.json").read_text())
+    assert len(rows) == len({row["net charge"] for row in rows}) == 8
+    for folder in ("run", "scores"):
+        evaluation = json.loads(Path(folder, "evaluation.json").read_text())
         assert evaluation["task"] == "net_charge"
         assert evaluation["metrics"]["fine-tuned"]["error"]["value"] > 0
-    text = (directory / "few.fasta").read_text()
-    with open(directory / "run" / "per_protein.csv", newline="") as file:
+    with open("run/per_protein.csv", newline="") as file:
         errors = {row["id"]: float(row["error"]) for row in csv.DictReader(file)}
-    said = {row["id"]: float(row["net charge"]) for row in rows}
-    for record in text.split(">")[1:]:
-        name, sequence = record.split()[0], "".join(record.splitlines()[1:])
-        charge = sum(sequence.count(one) for one in "KR") - sum(sequence.count(one) for one in "DE")
-        charge += 0.1 * sequence.count("H")
-        assert errors[name] == pytest.approx(abs(said[name] - charge), abs=1e-3)
-    assert "net_charge" in (directory / "run" / "report.html").read_text()
-    card = (directory / "again" / "README.md").read_text()
-    assert "A protein language model with a head for the task `net_charge`" in card
-    assert '"net_charge": "#/$defs/NetChargeSettings"' in schema
-    assert "The charge of a histidine." in schema
+    predicted = {row["id"]: float(row["net charge"]) for row in rows}
+    charge_of = {"K": 1, "R": 1, "D": -1, "E": -1, "H": 0.1}
+    for record in Path("few.fasta").read_text().split(">")[1:]:
+        name, charge = record.split()[0], sum(charge_of.get(x, 0) for x in record.partition("\n")[2])
+        assert errors[name] == pytest.approx(abs(predicted[name] - charge), abs=1e-3)
+    assert "net_charge" in Path("run/report.html").read_text()
+    assert "A protein language model with a head for the task `net_charge`" in Path("again/README.md").read_text()
 
 
 def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None:
@@ -120,7 +103,7 @@ def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None
         ("adapt.method=probe", "adapt.method: probe"),
         ("task.name=net_charg", "'net_charg'"),
         ("task.name=broken", "No module named 'not_there'"),
-        ("task.name=foreign", "no Settings"),
+        ("task.name=foreign", "Settings must be"),
         ("task.name=mlm", "registered by esmshard itself and by rival 0.1"),
     ):
         with pytest.raises(InputError, match=token):

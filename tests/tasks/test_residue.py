@@ -29,19 +29,6 @@ def task(facts: dict[str, Any] = Q3, **given: Any) -> ResidueTask:
     return ResidueTask(ResidueSettings(name="residue", **given), facts)
 
 
-class Files(LabelFiles):
-    """A FASTA file of some records."""
-
-    def learn(self, settings: dict[str, Any], text: str, **given: Any) -> tuple[ResidueTask, Examples]:
-        """A task that has read its training labels."""
-        return self.learned(ResidueTask(ResidueSettings(name="residue", **settings), {}), text, **given)
-
-
-@pytest.fixture
-def files(tmp_path: Path) -> Files:
-    return Files(tmp_path)
-
-
 @pytest.fixture(scope="module")
 def trunk() -> ESM2:
     return ours(fair_esm(TINY), TINY)
@@ -67,31 +54,35 @@ def examples(n: int, kind: str = "class", seed: int = 0, back: int = 3) -> list[
 # Recipe and labels
 
 
-def test_letters_are_joined_to_classes(files: Files) -> None:
+def learn(directory: Path, settings: dict[str, Any], text: str, **given: Any) -> tuple[ResidueTask, Examples]:
+    """A task that has read its training labels."""
+    return LabelFiles(directory).learned(task({}, **settings), text, **given)
+
+
+def test_letters_are_joined_to_classes(tmp_path: Path) -> None:
     text = "a TARGET=HHGI MASK=1101 MKTA\nb TARGET=ECB MASK=111 ACD"
-    found, train = files.learn({"classes": list(STATES)}, text)
+    found, train = learn(tmp_path, {"classes": list(STATES)}, text)
     assert found.facts == {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1], "records": 2}
     assert [found.inputs(train.get(n)).target.tolist() for n in range(2)] == [[0, 0, -1, 0], [1, 2, 1]]
     assert (found.names, found.per_residue, found.one_of_names) == (("HGI", "EB", "STC"), True, True)
 
 
-def test_labels_come_from_a_table_a_label_file_and_an_npz(files: Files) -> None:
-    directory = files.directory
-    (directory / "x.csv").write_text("id,ss\na,HHE\nb,EE\nfar,CCC\n")
-    (directory / "x.fasta").write_text(">b\nEE\n>a\nHHE\n>far\nCCC\n")
-    (directory / "m.fasta").write_text(">b\n11\n>a\n101\n>far\n111\n")
-    np.savez(directory / "train.npz", names=["far", "b", "a"], seqs=["MMM", "AC", "MKT"], ss=["CCC", "EE", "HHE"])
+def test_labels_come_from_a_table_a_label_file_and_an_npz(tmp_path: Path) -> None:
+    (table := tmp_path / "x.csv").write_text("id,ss\na,HHE\nb,EE\nfar,CCC\n")
+    (fasta := tmp_path / "x.fasta").write_text(">b\nEE\n>a\nHHE\n>far\nCCC\n")
+    (mask := tmp_path / "m.fasta").write_text(">b\n11\n>a\n101\n>far\n111\n")
+    arrays = tmp_path / "train.npz"
+    np.savez(arrays, names=["far", "b", "a"], seqs=["MMM", "AC", "MKT"], ss=["CCC", "EE", "HHE"])
     for given in (
-        {"labels": str(directory / "x.csv"), "target": ["ss"]},
-        {"labels": str(directory / "x.fasta")},
+        {"labels": str(table), "target": ["ss"]},
+        {"labels": str(fasta)},
         {"target": ["ss"]},
-        {"labels": str(directory / "train.npz"), "target": ["ss"]},
-        {"labels": str(directory / "x.fasta"), "mask": str(directory / "m.fasta")},
+        {"labels": str(arrays), "target": ["ss"]},
+        {"labels": str(fasta), "mask": str(mask)},
     ):
-        found, train = files.learn({}, "a MKT\nb AC", **given)
-        assert found.facts["classes"] == ["E", "H"]
+        found, train = learn(tmp_path, {}, "a MKT\nb AC", **given)
         masked = "mask" in given
-        assert found.facts["counts"] == [3, 1 if masked else 2]
+        assert (found.facts["classes"], found.facts["counts"]) == (["E", "H"], [3, 1 if masked else 2])
         assert found.inputs(train.get(0)).target.tolist() == [1, -1 if masked else 1, 0]
         assert train.notices == []
 
@@ -121,21 +112,16 @@ def test_all_labelled_residues_count_alike() -> None:
     outputs = [torch.tensor([[1.0, 0, 0], [9.0, 9, 9]]), torch.tensor([[0.0, 0, 2]] * 2)]
     targets = [torch.tensor([0, -1]), torch.tensor([1, 2])]
     first, second = math.log(math.e + 2) - 1, math.log(2 + math.e**2)
-    plain, full = (task(balance=b).loss(outputs, targets) for b in (0, 1))
-    assert float(plain.sum) == pytest.approx(first + second + second - 2, rel=1e-5)
-    assert float(plain.count) == 3
-    # Weights 1 / .6, 1 / .3 and 1 / .1, of mean 3 over the training labels.
-    weights = [1 / 0.6 / 3, 1 / 0.3 / 3, 1 / 0.1 / 3]
-    expected = weights[0] * first + weights[1] * second + weights[2] * (second - 2)
-    assert float(full.sum) == pytest.approx(expected, rel=1e-5)
-    assert float(full.count) == pytest.approx(sum(weights), rel=1e-5)
+    for balance in (0, 0.5, 1):
+        raw = np.array([0.6, 0.3, 0.1]) ** -balance
+        weight = raw / (raw @ [0.6, 0.3, 0.1])  # the mean over the training labels is 1
+        found = task(balance=balance).loss(outputs, targets)
+        assert float(found.sum) == pytest.approx(weight @ [first, second, second - 2], rel=1e-5)
+        assert float(found.count) == pytest.approx(weight.sum(), rel=1e-5)
 
 
 def test_a_batch_without_labels_keeps_the_graph() -> None:
-    for made, target in (
-        (task(), torch.full((3,), -1)),
-        (task(NUMBER, kind="number"), torch.full((3, 1), math.nan)),
-    ):
+    for made, target in ((task(), torch.full((3,), -1)), (task(NUMBER, kind="number"), torch.full((3, 1), math.nan))):
         head = made.head(TINY)
         found = made.loss(head(torch.randn(5, 32), tokenise(["MKT"])[1]), [target])
         assert (float(found.sum.detach()), float(found.count)) == (0, 0)
@@ -189,13 +175,13 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
         assert made.summary(metrics.ranked(rows))["AUROC"] == pytest.approx(found["AUROC"])
 
 
-def test_numbers_are_ranked_over_all_residues_and_within_proteins(files: Files) -> None:
+def test_numbers_are_ranked_over_all_residues_and_within_proteins(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     values = [np.exp(2 * rng.normal(size=length)).round(3) for length in (30, 50, 9)]  # far from a normal distribution
     text = "\n".join(
         f"{k} TARGET={';'.join(map(str, v.tolist()))} {'M' * len(v)}" for k, v in zip("abc", values, strict=True)
     )
-    made, train = files.learn({"kind": "number"}, text)
+    made, train = learn(tmp_path, {"kind": "number"}, text)
     targets = [made.inputs(train.get(n)).target for n in range(3)]
     targets[1][:20] = np.nan
     outputs = [(target + 0.2 * rng.normal(size=target.shape)).astype(np.float32) for target in targets]
@@ -220,7 +206,8 @@ def test_numbers_are_ranked_over_all_residues_and_within_proteins(files: Files) 
 
 
 @pytest.mark.parametrize("kind", ["class", "number"])
-def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str) -> None:
+def test_baselines_see_the_neighbourhood(trunk: ESM2, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
     train, test = examples(40, kind), examples(15, kind, seed=1)
     made = task(Q3 if kind == "class" else NUMBER, kind=kind)
     base = FineTuner(trunk, made.head(TINY)).eval()
