@@ -1,13 +1,13 @@
 """Estimates memory and time of a run before it starts, and finds the best strategy, for `esmshard plan`.
 
-The function `memory` adds up the memory in use at each moment of a step: the weights that FSDP2 keeps and gathers, and
-the tensors that a layer of `esmshard.model` keeps for its backward pass. docs/plan.md has the formulas, and compares
-the estimates with peaks that `benchmarks/peaks.py` measured.
+The function `memory` adds up the memory at each moment of a step: the weights that FSDP2 keeps and gathers, and the
+tensors that a layer keeps for its backward pass. docs/plan.md has the formulas, and compares the estimates with peaks
+that `benchmarks/peaks.py` measured.
 
 The function `cost` is a roofline model. While a layer computes, FSDP gathers the weights of the next layer and reduces
-the gradients of the previous layer. The time by which this communication is longer than the layer is called exposed.
-Ranks that compute a layer together exchange activations, and compute nothing during the exchange. Only the constants
-`*_SHARE` were fitted, once for all models and machines. `benchmarks/published.py` compares `cost` with published runs.
+the gradients of the previous layer. Communication is called exposed while nothing is computed. Ranks that compute a
+layer together exchange activations, which is always exposed. Only the constants `*_SHARE` were fitted, once for all
+models and machines. `benchmarks/published.py` compares `cost` with published runs.
 """
 
 import os
@@ -42,51 +42,50 @@ from esmshard.tasks.registry import new_task
 
 MIB, GIB = 2**20, 2**30
 
-# The share of a speed in a data sheet that a real program reaches. MATMUL: large matrix products, with launch gaps and
+# A real program reaches these shares of the speeds in a data sheet. MATMUL: large matrix products, with launch gaps and
 # lower clocks. ATTENTION: FlashAttention-2, forward and backward (Dao 2023, arXiv:2307.08691, figures 4 to 6, A100).
 # HBM: memory traffic of element-wise kernels. LINK: large collectives (nccl-tests, bus bandwidth).
 MATMUL_SHARE, ATTENTION_SHARE, HBM_SHARE, LINK_SHARE = 0.68, 0.4, 0.8, 0.75
 LATENCY, HOP = 30e-6, 5e-6  # seconds that an empty collective takes in a machine, and for each additional machine
-LAUNCH = 4e-4  # seconds in which a CPU launches the forward pass of a layer that is not compiled: 40 kernels, hooks
-HOST = 20e9  # bytes/s of a process with `cpu_offload`: over PCIe to pinned memory, and of AdamW in the CPU's memory
-# The memory traffic of an optimizer step in bytes per parameter: AdamW reads weight, gradient and two moments, and
-# writes weight and moments. Clipping reads and writes the gradient.
+LAUNCH = 4e-4  # seconds in which a CPU launches the kernels of a layer's forward pass, without compilation
+HOST = 20e9  # bytes/s with `cpu_offload`: for copies over PCIe, and for AdamW in the CPU's memory
+# AdamW's memory traffic in bytes per parameter: it reads weight, gradient and two moments, and writes weight and
+# moments. Clipping reads and writes the gradient.
 ADAMW_BYTES = 40
-RESERVE = 0.1  # the share of a GPU's memory that a plan leaves free, for fragmentation and errors of the estimate
+RESERVE = 0.1  # the share of a GPU's memory that a plan leaves free, because the estimate has errors
 AS_GOOD = 1.03  # step times within this factor count as equal; then the option with the smallest memory is best
-MOST_TOKENS = 1 << 20  # the maximum number of tokens of a micro-batch that the search considers
+MOST_TOKENS = 1 << 20  # the maximum size of a micro-batch, in tokens
 SHOWN = 16  # the maximum number of options in the printed table
 HEAD = "strategy checkpointing weights grads optim gather activ head other total fits most tokens ms/step exposed GiB"
 
-# The kinds of devices. A `cuda` GPU has attention kernels that need no padding. A `cuda-padded` GPU (before Ampere, or
-# in fp32) pads the sequences for attention.
+# A `cuda-padded` GPU (before Ampere, or in fp32) has only attention kernels that need padded sequences.
 Device = Literal["cpu", "cuda", "cuda-padded"]
 FP32 = 4
-# The memory that libraries use, in bytes. CPU: blocks of matrix products, small tensors, pages of the allocator. GPU:
-# cuBLAS's workspace (32 MiB for each handle on Hopper) and rounding by the caching allocator, without the CUDA context.
+# The memory that libraries use, in bytes. CPU: matrix products and the allocator. GPU: cuBLAS (32 MiB for each handle
+# on Hopper) and rounding by the caching allocator, without the CUDA context.
 WORKSPACE = {"cpu": 12 << 20, "cuda": 96 << 20, "cuda-padded": 96 << 20}
 
 
 @dataclass(frozen=True)
 class GPU:
-    """One kind of GPU. The speeds are from the data sheet, for dense products (without sparsity)."""
+    """Describes a kind of GPU. The speeds are from the data sheet, for dense products (without sparsity)."""
 
     name: str
-    memory_bytes: int  # the memory that the driver reports, slightly less than the GPU's name says
+    memory_bytes: int  # the memory that the driver reports, in bytes
     half_flops: float  # FLOP/s of the tensor cores in bf16 (in fp16 if there is no bf16), with sums in fp32
     fp32_flops: float  # FLOP/s of fp32 products with torch's default settings, which do not use TF32
     hbm: float  # bytes/s that the GPU can read from and write to its own memory
     link: float  # bytes/s that a GPU can receive from the other GPUs of its machine, over NVLink or else PCIe
-    has_bf16: bool = True  # whether the compute capability is at least 8.0; attention without padding also needs 8.0
+    has_bf16: bool = True  # whether the compute capability is at least 8.0, which attention without padding also needs
 
     def flops(self, precision: str) -> float:
-        """Return the GPU's peak speed for matrix products in the given precision, in FLOP/s."""
+        """Return the peak FLOP/s of matrix products in a precision."""
         return self.fp32_flops if precision == "fp32" else self.half_flops
 
 
-# Sources. Memory: `nvidia-smi`, with ECC on. Speeds: NVIDIA's data sheet of each product, dense (half of the figures
-# "with sparsity"). For GeForce cards: the architecture white papers, fp16 with fp32 sums. Links: NVLink 2, 3, 4, 5 have
-# 300, 600, 900, 1800 GB/s in both directions together; PCIe 3, 4, 5 x16 have 16, 32, 64 GB/s each way.
+# Sources. Memory: `nvidia-smi`, with ECC on. Speeds: NVIDIA's data sheets (half of the figures "with sparsity"); for
+# GeForce cards the architecture white papers, fp16 with fp32 sums. Links: NVLink 2, 3, 4, 5 have 300, 600, 900, 1800
+# GB/s in both directions together; PCIe 3, 4, 5 x16 have 16, 32, 64 GB/s each way.
 GPUS: dict[str, GPU] = {
     gpu.name: gpu
     for gpu in (
@@ -110,8 +109,9 @@ GPUS: dict[str, GPU] = {
 
 
 def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
-    """Return the GPU in the table `GPUS` that fits the `name` from the driver, or None if there is no such GPU. If
-    several GPUs fit, return the one whose memory is nearest to `memory_bytes`.
+    """Return the GPU in the table `GPUS` for a `name` from the driver, or None if the table has no such GPU.
+
+    If the table has several such GPUs, return the GPU whose memory is nearest to `memory_bytes`.
     """
     joined = re.sub(r"\bRTX (?=\d)|(?<=\d) (?=(?:TI|PCIE|NVL)\b)", lambda part: part[0].strip(), name.upper())
     words = re.findall(r"[A-Z]+\d*[A-Z]*", joined)
@@ -121,21 +121,21 @@ def data_sheet(name: str, memory_bytes: int | None = None) -> GPU | None:
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a plan. All machines are equal, all GPUs are equal, and each GPU has one process."""
+    """Describes the machines of a plan. All machines are equal, all GPUs are equal, and each GPU has one process."""
 
     gpu: GPU
     per_machine: int
     nodes: int = 1
-    network: float = 25e9  # bytes/s that a GPU can receive from other machines: an InfiniBand HDR port per GPU
+    network: float = 25e9  # bytes/s that a GPU can receive from other machines; by default an InfiniBand HDR port
 
     @property
     def world_size(self) -> int:
-        """The number of GPUs of all machines together, which is also the number of processes."""
+        """The number of GPUs on all machines together, which is also the number of processes."""
         return self.per_machine * self.nodes
 
     @property
     def room(self) -> int:
-        """The memory of a GPU that tensors can use, in bytes. NCCL, CUDA and kernels use the other 1 GiB."""
+        """The GPU memory for tensors, in bytes. NCCL, CUDA and kernels use the other 1 GiB."""
         return self.gpu.memory_bytes - 1024 * MIB
 
     def __str__(self) -> str:
@@ -146,54 +146,53 @@ class Machines:
 def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float | None = None) -> Machines:
     """Read the GPUs of one machine from a text such as `8xA100-40GB`, `A100-80GB` or `4xL4`.
 
-    `network_gbit` is the speed of the network between machines for each GPU. `memory_gb` is for a GPU that is not in
-    `GPUS`. The plan then assumes the speeds of an A10G, so the order of strategies is useful, but not the times. Raises
-    `UsageError` if the GPU is unknown, or a number is too small.
+    `network_gbit` is the network speed for each GPU, in Gbit/s. With `memory_gb`, the GPU may be unknown; the plan then
+    assumes the speeds of an A10G, so only the order of strategies is useful. Raises `UsageError` if the GPU is unknown,
+    or a number is too small.
     """
     count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
     per_machine, plain = int(count or 1), name.upper().replace(" ", "")
     if min(per_machine, nodes) < 1 or network_gbit <= 0 or (memory_gb is not None and memory_gb <= 1):
         raise UsageError("--gpus, --nodes, --network and --memory: each number must be at least 1")
     rows = [gpu for gpu in GPUS.values() if plain in (gpu.name, gpu.name.partition("-")[0])]
-    if memory_gb is not None:  # Drivers report up to 3% less memory than the name of a GPU says.
+    if memory_gb is not None:  # drivers report up to 3% less memory than a GPU's name says
         rows = [replace(GPUS["A10G-24GB"], name=name, memory_bytes=int(memory_gb * 2**30 * 0.97))]
     if len(rows) != 1:
         known = ", ".join(gpu.name for gpu in rows or GPUS.values())
-        raise UsageError(f"--gpus {text}: choose one of {known}; for another card give its memory, as --memory 24")
+        raise UsageError(f"--gpus {text}: choose one of {known}; for another GPU add its memory: --memory 24")
     return Machines(rows[0], per_machine, nodes, network_gbit * 1e9 / 8)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelNumbers:
-    """The numbers of parameters of a model: of each layer (all layers are equal), and of the root, which is the model
-    outside its layers. A matrix with two names counts once.
-    """
+    """Counts the parameters of a model: in each layer (all layers are equal), and in the root (outside layers)."""
 
     config: ModelConfig
     layer_parameters: int
     root_parameters: int
-    layer_trained: int  # the number of trained parameters of a layer, which have gradients and optimizer state
+    layer_trained: int  # parameters of a layer that are trained, so they have gradients and optimizer state
     root_trained: int
-    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")  # the names `Matrix.reads` of the trained matrices' inputs
-    lora: int = 0  # the sum of the LoRA ranks of all LoRAs in a layer
-    track_kept: int = 0  # how many numbers per token the first layer keeps for additional tracks, such as 3Di letters
+    inputs: tuple[str, ...] = ("fc1", "fc2", "out", "qkv")  # `Matrix.reads` of the trained matrices
+    lora: int = 0  # the sum of all LoRA ranks in a layer
+    track_kept: int = 0  # numbers per token that the first layer keeps for additional tracks, such as 3Di letters
     quantization: Quantization | None = None
-    layer_quantized: int = 0  # the number of a layer's parameters in 4 or 8 bits; every rank holds all of them
-    layer_packed: int = 0  # the size of the quantised parameters of a layer in bytes
+    layer_quantized: int = 0  # parameters of a layer in 4 or 8 bits, which every rank has
+    layer_packed: int = 0  # the size of a layer's quantised parameters, in bytes
 
     @property
     def parameters(self) -> int:
-        """The number of parameters of the whole model."""
+        """The number of parameters of the model."""
         return self.config.n_layers * self.layer_parameters + self.root_parameters
 
     @property
     def trained(self) -> int:
-        """The number of trained parameters of the whole model."""
+        """The number of trained parameters of the model."""
         return self.config.n_layers * self.layer_trained + self.root_trained
 
     def of_rank(self, tensor: int) -> "ModelNumbers":
-        """Return the numbers for one of `tensor` ranks that divide each layer, with the whole root. In fact, each rank
-        holds whole norms and some whole biases, but these parameters are few, and count as divided.
+        """Return the numbers for one of `tensor` ranks that divide each layer but not the root.
+
+        The few parameters of norms and biases count as divided, though some are not.
         """
         layer, trained = -(-self.layer_parameters // tensor), -(-self.layer_trained // tensor)
         return replace(self, layer_parameters=layer, layer_trained=trained)
@@ -202,11 +201,10 @@ class ModelNumbers:
 def numbers_of(
     model: nn.Module, config: ModelConfig, *, tracks: Collection[str] = (), quantization: Quantization | None = None
 ) -> ModelNumbers:
-    """Count the parameters of a model that has `layers`, even on the meta device. Call this after `FineTuner.adapt` and
-    before `shard`.
+    """Count the parameters of a model with `layers`. Call this function after `FineTuner.adapt` and before `shard`.
 
-    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, the trained
-    parameters are averaged over all layers, and each layer counts as keeping the inputs that a trained layer keeps.
+    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, the number of
+    trained parameters is the mean over all layers, and `inputs` are from a trained layer.
     """
 
     def count(module: nn.Module, trained: bool = False) -> int:
@@ -214,8 +212,9 @@ def numbers_of(
 
     layers = cast("Sequence[nn.Module]", model.layers)
     n, trained = len(layers), [count(layer, trained=True) for layer in layers]
-    learns = {name: p for name, p in layers[trained.index(max(trained))].named_parameters() if p.requires_grad}
-    paths = {name.removesuffix(".weight").removesuffix(".lora_A") for name in learns if name.endswith(".weight")}
+    most_trained = layers[trained.index(max(trained))]
+    trained_matrices = [n for n, p in most_trained.named_parameters() if p.requires_grad and n.endswith(".weight")]
+    paths = {name.removesuffix(".weight").removesuffix(".lora_A") for name in trained_matrices}
     quantized = sum(matrix.rows * matrix.columns for matrix in config.matrices) if quantization else 0
     return ModelNumbers(
         config=config,
@@ -224,7 +223,7 @@ def numbers_of(
         layer_trained=sum(trained) // n,
         root_trained=count(model, trained=True) - n * (sum(trained) // n),
         inputs=tuple(sorted({matrix.reads for matrix in config.matrices if matrix.path in paths})),
-        lora=sum(p.shape[0] for name, p in learns.items() if name.endswith("lora_A.weight")),
+        lora=sum(len(most_trained.get_parameter(n)) for n in trained_matrices if n.endswith("lora_A.weight")),
         track_kept=sum(map(config.kept_with, tracks)),
         quantization=quantization,
         layer_quantized=quantized,
@@ -237,18 +236,18 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "hea
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """The memory of one rank at the peak of a step, in bytes, divided by purpose."""
+    """Divides the memory of one rank at the peak of a step by purpose, in bytes."""
 
-    when: str  # the moment of this peak in words, such as "optimizer step"
+    when: str  # the moment of the peak, such as "optimizer step"
     parameters: int  # this rank's share of the fp32 weights, and all quantised weights
-    gradients: int  # this rank's share of the gradients, whole gradients of the current layer, and gradients being sent
+    gradients: int  # this rank's share of the gradients, the current layer's full gradients, and gradients being sent
     optimizer: int  # two fp32 moments for each trained parameter in this rank's share
-    gathered: int  # whole weights in the precision of computation, gather buffers, unpacked quantised matrices
+    gathered: int  # gathered weights in the precision of computation, gather buffers, unpacked quantised matrices
     activations: int  # tensors that the trunk keeps for the backward pass, and temporary tensors of the current layer
     head: int  # tensors that the LM head or the task's head keeps for the backward pass
     workspace: int  # memory that libraries use
     total: int = field(init=False)  # the sum of the fields in KINDS
-    host: int  # weights, gradients and optimizer state in the CPU's memory with `cpu_offload`, outside `total`
+    host: int  # weights, gradients and optimizer state in the CPU's memory with `cpu_offload`; not in `total`
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "total", sum(getattr(self, kind) for kind in KINDS))
@@ -257,49 +256,48 @@ class Memory:
 class LayerBytes(NamedTuple):
     """The memory of one layer for one token, in bytes."""
 
-    kept: int  # bytes that stay in memory from the forward to the backward pass
-    again: int  # additional bytes while a checkpointed layer is recomputed
-    passing: int  # additional bytes in the backward pass of the layer, for gradients of intermediate results
+    kept: int  # memory from the forward to the backward pass
+    again: int  # additional memory while a checkpointed layer is recomputed
+    passing: int  # additional memory in the layer's backward pass, for gradients of intermediate results
 
 
 def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: float = 1.0) -> LayerBytes:
     """Return the memory of one layer for one token, in bytes. docs/plan.md lists the vectors that need memory.
 
-    A layer does not keep the input of a frozen matrix. If all layers are frozen, a layer keeps nothing, and its peak is
-    in the feed-forward part. `padding` is the number of tokens with padding divided by the number without padding. It
-    has an effect only on a device that pads sequences for attention.
+    `padding` is the number of tokens with padding, divided by the number of tokens without padding. It has an effect
+    only on a device that pads sequences for attention.
     """
     config, inputs, size = numbers.config, numbers.inputs, BYTES[layout.precision]
     d, n_heads, tensor, together = config.dim, config.n_heads, layout.tensor, layout.together
     vector, whole, wide = d * size // together, d * size // layout.context, config.ffn_width * size // together
     products, output = 2 if config.gated else 1, int("fc2" in inputs)
     blocks = padding if device == "cuda-padded" else 1.0
-    # The layer's input and the sum after attention; their normalised forms, which ranks that divide a layer gather; the
-    # vectors of the feed-forward part; q, k, v and the output of attention. A CPU also concatenates the outputs. A
-    # device that pads also has padded copies.
+    # Input and the sum after attention; both normalised, and gathered by ranks that divide a layer; the vectors of the
+    # feed-forward part; q, k, v and attention's output. A layer does not keep the input of a frozen matrix. A CPU also
+    # concatenates the outputs, and a device that pads has padded copies.
     everything = 2 * vector + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
     everything += round(3 * vector * blocks)
     everything += vector if device == "cuda" else round(vector * (blocks + ("out" in inputs)))
-    if layout.context > 1:  # the gathered keys and values of all tokens
+    if layout.context > 1:  # gathered keys and values
         everything += 2 * d * size
-    if config.qk_norm:  # if ranks divide these norms, the norms keep two forms of queries and keys in fp32
+    if config.qk_norm:  # divided norms keep queries and keys in fp32, with and without normalisation
         everything += 2 * vector if tensor == 1 else 4 * FP32 * d // tensor
-    # The rotary angles, the log-sum-exp of attention, the statistics of norms, and the inner vectors of LoRAs.
+    # Rotary angles, the log-sum-exp of attention, statistics of norms, and the inner vectors of LoRAs.
     everything += 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
     gathered = whole if tensor > 1 else 0
-    if not numbers.layer_trained:
+    if not numbers.layer_trained:  # the layer keeps nothing, and its peak is in the feed-forward part
         return LayerBytes(0, vector + max(wide * (1 + products), wide + gathered), 0)
-    # The backward pass of gelu needs two gradients of gelu and the gradient of the residual sum. If the output of gelu
-    # was kept, it is already freed. A gate has gradients of both products, and one more factor. Ranks that divide a
-    # layer first have the gradient after gelu, and the gradient of the sum for all tokens.
+    # gelu's backward pass needs the gradients before and after gelu, and the gradient of the residual sum. It has freed
+    # gelu's output. A gate has gradients of both products, and one more factor. Ranks that divide a layer first have
+    # the gradient after gelu, and the sum's gradient for all tokens.
     passing = max(wide * (2 * products - output), wide + gathered) + vector
     if layout.activation_checkpointing == "none":
         return LayerBytes(everything, 0, passing)
     if layout.activation_checkpointing == "full":
         return LayerBytes(vector, everything - vector, passing)
-    # Attention and the products in `kept_products` are kept. Ranks that divide a layer keep the sums of `out` and fc2
-    # for their own tokens. After recomputation, q and k exist with and without rotation. With a LoRA, they exist only
-    # with rotation, because the product of the LoRA was added to a sum.
+    # Selective checkpointing keeps attention and `kept_products`. Ranks that divide a layer keep the sums of `out` and
+    # fc2 for their own tokens. After recomputation, q and k exist with and without rotation. With a LoRA, q and k exist
+    # only with rotation.
     sums = whole if tensor == 1 else 2 * vector
     kept = 5 * vector + wide * products + sums + 4 * n_heads // together
     turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * vector
@@ -317,11 +315,10 @@ def memory(
     padding: float = 1.0,
     scoring: bool = False,
 ) -> Memory:
-    """Return the memory of one rank at the peak of a training step, in bytes.
+    """Return the memory of one rank at the peak of a training step, or with `scoring` at the peak of a validation.
 
-    `tokens` is the number of tokens of the largest micro-batch, and `head_bytes` is the memory that the head keeps for
-    it until the backward pass. `padding` is as in the function `layer_bytes`. With `scoring`, return the memory at the
-    peak of a validation. A validation has no gradients, but the optimizer's state stays in memory.
+    `tokens` is the size of the largest micro-batch. The head keeps `head_bytes` for this micro-batch until the backward
+    pass. `padding` is as in the function `layer_bytes`.
     """
     part, config, sharded = numbers.of_rank(layout.tensor), numbers.config, int(layout.sharded)
     n, size, group = config.n_layers, BYTES[layout.precision], layout.group
@@ -329,40 +326,40 @@ def memory(
     layer = layer_bytes(numbers if learns else replace(numbers, layer_trained=0), layout, device, padding)
     stored_size = 0 if layout.cpu_offload and device != "cpu" else FP32  # bytes of each stored number on the device
     in_full = part.layer_parameters - part.layer_quantized
-    # FSDP also divides the root over the ranks that compute a layer together.
+    # FSDP divides the root also over the ranks that compute a layer together.
     stored = round(n * in_full + part.root_parameters / layout.tensor) // group
     trained = round(n * part.layer_trained + part.root_trained / layout.tensor) // group
     # The output of the embedding and of the last norm, and the numbers that the first layer keeps for tracks.
     ends = (2 * config.dim + (part.track_kept if learns and not recomputes else 0)) * size
-    # A product unpacks one quantised matrix at a time. The largest is in the feed-forward part. bitsandbytes unpacks an
-    # int8 matrix in two steps, each to a new fp32 matrix.
+    # A product unpacks one quantised matrix. bitsandbytes unpacks int8 in two steps, each to a new fp32 matrix.
     unpacked = config.dim * config.ffn_width * {None: 0, "nf4": size, "int8": 2 * FP32}[part.quantization]
 
     def gathered(to_do: int, *, at_work: bool, forward: bool = False) -> int:
-        """Return the size of all gathered weights in bytes, while `to_do` layers have not finished their backward pass.
-        `at_work` says whether a layer computes at this moment, and `forward` whether it is in the forward pass.
+        """Return the size of gathered weights in bytes, while `to_do` layers have not finished their backward pass.
+
+        `at_work` says whether a layer computes at this moment, and `forward` whether this is a forward pass.
         """
         if not sharded and layout.precision == "fp32":
             return unpacked * at_work
         if not sharded:
             # One device computes with copies of the weights. A layer's copy stays until the backward pass, unless the
-            # layer is recomputed. A compiled layer gets the copy as an argument, so the copy always stays.
+            # layer is recomputed. A compiled layer's copy always stays, because the copy is an argument.
             layers = to_do if learns and (not recomputes or layout.compile) else int(at_work)
         elif forward:  # the buffer from which a layer's weights were copied stays until the next layer is gathered
             layers = 1 + (group > 1) + (0 if layout.frees_layers else n - 1)
-        elif layout.frees_layers:  # FSDP gathers one more layer in advance, but a single rank copies no layer early
+        elif layout.frees_layers:  # several ranks gather one more layer in advance
             layers = at_work + (min(1, to_do - at_work) if group > 1 else 0)
         else:
             layers = to_do
         return unpacked * at_work + (part.root_parameters + layers * in_full) * size
 
-    # The gradients in memory: this rank's share of the model and of a layer; whole gradients of a layer during its
-    # backward pass, and then in the precision of the reduction until they are reduced; those of the root until the end.
+    # Sizes of gradients: this rank's share of the model and of a layer; a layer's full gradients in its backward pass;
+    # the root's full gradients, which stay until the end; a layer's full gradients during their reduction.
     share, layer_share = stored_size * trained, stored_size * part.layer_trained // group
     whole, root = sharded * part.layer_trained * size, sharded * part.root_trained * size
     reduce = sharded * part.layer_trained * BYTES[layout.reduce_dtype]
     gloo = reduce if device == "cpu" and group > 1 else 0  # gloo's reduce-scatter is an all-reduce of a copy
-    # Gradients summed over model copies stay until the backward pass ends. Only bf16 gradients need more memory.
+    # Gradients that ranks sum over model copies stay until the backward pass ends. Only bf16 needs additional memory.
     held = reduce // group if layout.replicas > 1 and layout.reduce_dtype != "fp32" else 0
     before = share if micro_batches > 1 else 0  # gradients of earlier micro-batches
     if micro_batches > 1 and sharded and layout.accumulate == "unsharded":
@@ -374,7 +371,7 @@ def memory(
         return tokens * (of_layers + ends)
 
     in_forward = gathered(n, at_work=True, forward=True)
-    # Each moment is a name and sizes in bytes: of gradients, gathered weights, activations, head and gloo's copy.
+    # A moment has a name and sizes in bytes: gradients, gathered weights, activations, head, gloo's copy.
     moments = [
         (f"forward pass of layer {n} of {n}", before, in_forward, kept(n * layer.kept + layer.again), 0, 0),
         ("backward pass of the head", at_head, gathered(n, at_work=False), kept(n * layer.kept), head_bytes, 0),
@@ -386,7 +383,7 @@ def memory(
     for done in sorted({0, min(1, n - 1), max(0, n - 2), n - 1}) if learns else ():
         to_do, name = n - done, f"layer {n - done} of {n}"
         left = root + done * held + max(before, done * layer_share)
-        if before > share:  # layer by layer, this rank's shares replace whole gradients
+        if before > share:  # layer by layer, this rank's shares replace full gradients
             left = root + done * held + before - done * (before - share) // n
         running, at_work = left + (reduce if done else 0), gathered(to_do, at_work=True)
         sent, waiting = left + reduce + whole + layer_share + held, kept((to_do - 1) * layer.kept)
@@ -411,15 +408,17 @@ def memory(
 
 
 def free_bytes(device: torch.device, local_processes: int) -> int:
-    """Return the free memory for this process in bytes. On a GPU, this is the GPU's free memory. On a CPU, each of
-    `local_processes` has an equal share of the free memory of the machine, or of the job or container if that is less.
+    """Return the free memory for this process in bytes.
+
+    On a CPU, `local_processes` processes share the free memory of the machine, or of the job or container if it has
+    less.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # unused memory of this process's allocator counts as free
+        torch.cuda.empty_cache()  # so that the allocator's unused memory counts as free
         return torch.cuda.mem_get_info(device)[0]
-    if device.type == "mps":  # Apple's Metal recommends a limit, which is a part of the machine's memory
+    if device.type == "mps":  # Apple's Metal recommends a limit
         return torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory()
-    if not hasattr(os, "sysconf"):  # Windows does not have `sysconf`; assume the memory of a small machine
+    if not hasattr(os, "sysconf"):  # on Windows, assume the memory of a small machine
         return 8 * 2**30 // local_processes
     pages = "SC_AVPHYS_PAGES" if "SC_AVPHYS_PAGES" in os.sysconf_names else "SC_PHYS_PAGES"
     free = os.sysconf(pages) * os.sysconf("SC_PAGE_SIZE")
@@ -430,49 +429,48 @@ def free_bytes(device: torch.device, local_processes: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What one rank computes in one step. Ranks that compute a layer together have equal `Work`."""
+    """Describes what one rank computes in one step. Ranks that compute a layer together have equal `Work`."""
 
-    tokens: int  # the number of tokens of one micro-batch, with padding if there is any
+    tokens: int  # the tokens of one micro-batch, including padding
     micro_batches: int = 1
     attended: float = 0.0  # how many tokens a token attends to on average: sum of squared lengths / sum of lengths
-    head_bytes: int = 0  # bytes that LM head or task head keeps for a micro-batch; the head's time is proportional
-    # The next fields describe other implementations: element-wise passes of a layer (see `our_passes`); parameters of a
-    # matrix after the layers; the share of matrix products that selective checkpointing recomputes.
-    passes: float | None = None
-    head_products: int = 0
-    recomputed_products: float = 0.0
+    head_bytes: int = 0  # the memory that LM head or task head keeps for a micro-batch; the head's time is proportional
+    # Three fields for other implementations:
+    passes: float | None = None  # see `our_passes`
+    head_products: int = 0  # the parameters of a matrix after the layers
+    recomputed_products: float = 0.0  # the share of matrix products that selective checkpointing recomputes
 
 
 @dataclass(frozen=True)
 class Cost:
-    """The time of one training step on one rank, the rank's speed, and how much the rank receives. Times in seconds."""
+    """Describes the time of one training step on one rank. Times are in seconds."""
 
     seconds: float  # the sum of the next four times
-    compute: float  # the time of forward and backward passes, without recomputation
+    compute: float  # forward and backward passes, without recomputation
     recompute: float
-    exposed: float  # the time in which a collective runs and nothing is computed
+    exposed: float  # collectives while nothing is computed
     optimizer: float
     tokens_per_second: float  # the speed of one GPU
-    mfu: float  # the FLOPs of the model, without recomputation, divided by the GPU's peak FLOPs in the same time
+    mfu: float  # the model's FLOPs, without recomputation, divided by the GPU's peak FLOPs in the same time
     received: int  # how many bytes this rank receives from other ranks
 
 
 def our_passes(numbers: ModelNumbers) -> float:
     """Return how many vectors of width D a layer's element-wise kernels read or write for a token in a forward pass.
 
-    These are 4 for norms, 29 for the rotation (in fp32, with its casts), 6 for sums, and 4 for norms of queries and
-    keys. 2 more for gelu, or 5 for a gate, have the width of the feed-forward part. A compiled layer needs about half.
+    These are 4 for norms, 29 for the rotation (in fp32), 6 for sums, and 4 for norms of queries and keys. 2 more for
+    gelu, or 5 for a gate, have the feed-forward width. A compiled layer needs about half.
     """
     config = numbers.config
     return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
 
 
 def training_flops(numbers: ModelNumbers, attended: float) -> float:
-    """Return the FLOPs of the model for one token in its forward and backward pass, without recomputation.
+    """Return the model's FLOPs for one token in forward and backward pass, without recomputation.
 
-    The forward pass takes two FLOPs for each parameter of a layer, plus the two products of attention. If a layer is
-    trained, the gradients of inputs take two FLOPs for each parameter, and attention twice its forward FLOPs. The
-    gradients of matrices take two FLOPs for each trained parameter.
+    The forward pass needs two FLOPs for each parameter of a layer, plus attention. If layers are trained, the gradients
+    of inputs need two more FLOPs for each parameter, and attention twice its forward FLOPs. The gradients of matrices
+    need two FLOPs for each trained parameter.
     """
     through, config = int(numbers.layer_trained > 0), numbers.config
     products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
@@ -489,17 +487,16 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     passes = our_passes(numbers) if work.passes is None else work.passes
     moved = work.tokens * passes * config.dim * BYTES[layout.precision] / together / hbm
     forward = max(products + attention + moved, LAUNCH)
-    # For each product of the forward pass, the backward pass has two: for the gradients of input and weights. Frozen
-    # weights need no gradients.
-    through, learning = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
-    backward = through * (2 * forward - (1 - learning) * products)
+    # The backward pass has two products for each forward product, for the gradients of input and weights.
+    through, trained_share = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
+    backward = through * (2 * forward - (1 - trained_share) * products)
     # With selective checkpointing, ranks that divide a layer keep the sum after `out`, and recompute the product.
     summed = config.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
     selective = max(moved + (work.recomputed_products + summed) * products, LAUNCH)
     again = through * {"none": 0.0, "selective": selective, "full": forward}[layout.activation_checkpointing]
     head = 3 * work.head_bytes / hbm + 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
 
-    # In a collective for layers, one of `tensor` neighbours takes part. All ranks of a model copy divide the root.
+    # One of `tensor` neighbours takes part in a collective for a layer, and all ranks in a collective for the root.
     part, divided = numbers.of_rank(tensor), replace(machines, per_machine=machines.per_machine // tensor)
     in_full = part.layer_parameters - part.layer_quantized
     gather, reduce, add = _collectives(in_full, part.layer_trained, layout.group, layout, divided)
@@ -509,7 +506,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     received = m * (n * (1 + gathers_again) * gather.received + root[0].received + exchange.received)
     received += (m if every else 1) * (n * reduce.received + root[1].received) + n * add.received + root[2].received
 
-    # Nothing is computed during the first gather of a pass, the last reduction, and the collectives of the root.
+    # Exposed are the first gather of a pass, the last reduction, and the root's collectives.
     exposed = m * (exchange.seconds + root[0].seconds + gather.seconds + (n - 1) * max(0.0, gather.seconds - forward))
     gather_again = gathers_again * gather.seconds
     for last in [False] * (m - 1) + [True]:
@@ -527,7 +524,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
 
 
 class Transfer(NamedTuple):
-    """The time of one or several collectives in seconds, and how many bytes one rank receives."""
+    """The time of collectives in seconds, and how many bytes one rank receives."""
 
     seconds: float
     received: int
@@ -537,10 +534,10 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     """Return what one rank exchanges, for a micro-batch, with the other ranks that compute the same records.
 
     With `tensor`, each pass of a layer gathers [T, D] twice and scatters sums of [T, D] twice. A recomputed layer needs
-    no sum of its last product, and under selective checkpointing no sum at all. Small sums take the time of an empty
-    collective: four in a pass for norms of queries and keys, and one for the gradients of undivided norms and biases.
-    Before the last norm, all tokens are gathered, and the gradient is scattered. With `context`, a layer gathers keys
-    and values, [T, 2 D], and scatters the sums of their gradients.
+    no sum of its last product, and under selective checkpointing no sum. Small sums take the time of an empty
+    collective: four in a pass for norms of queries and keys, and one for gradients of norms and biases. With `context`,
+    a layer gathers keys and values, [T, 2 D], and scatters the sums of their gradients. In both cases, the last norm
+    needs all tokens, and its gradient is scattered.
     """
     if layout.together == 1:
         return Transfer(0.0, 0)
@@ -565,17 +562,17 @@ def _received(whole: int, ranks: int) -> int:
 def _collectives(
     parameters: int, trained: int, ranks: int, layout: Layout, machines: Machines
 ) -> tuple[Transfer, Transfer, Transfer]:
-    """Return three transfers: the gather of `parameters` numbers that `ranks` ranks divide, the reduction of `trained`
-    gradients of these parameters, and the sum of these gradients over all copies of the model.
+    """Return three transfers: the gather of `parameters` that `ranks` ranks divide, the reduction of the `trained`
+    gradients, and the sum of these gradients over all model copies.
     """
     gpu, per_machine, replicas = machines.gpu, machines.per_machine, machines.world_size // ranks
     weights, gradients = parameters * BYTES[layout.precision], trained * BYTES[layout.reduce_dtype]
-    # With offload, each rank fetches its part of the weights from the CPU's memory, and moves its gradients to it.
+    # With offload, each rank copies its part of weights and gradients between the memory of CPU and GPU.
     moving = 4 / ranks / HOST if layout.cpu_offload else 0.0
     spanned = max(1, ranks // per_machine)
 
     def collective(whole: int) -> float:
-        """Return the time of a collective for `whole` bytes, in seconds. A machine receives each part only once."""
+        """Return the seconds of a collective for `whole` bytes. A machine receives each part only once."""
         if ranks == 1:
             return 0.0
         inside = _received(whole, min(ranks, per_machine)) / gpu.link
@@ -583,10 +580,10 @@ def _collectives(
         return LATENCY + HOP * (spanned - 1) + max(inside, outside) / LINK_SHARE
 
     gather = all_reduce = 0.0
-    if layout.sharded:  # this includes the copy out of the collective's buffer, which a single rank also needs
+    if layout.sharded:  # the last summand is the copy out of the collective's buffer
         gather = parameters * moving + collective(weights) + 2 * weights / (HBM_SHARE * gpu.hbm)
     if replicas > 1:
-        # A machine with several copies of the model first sums their gradients. Each network port then sends a part.
+        # A machine with several model copies first sums their gradients. Each network port then sends a part.
         near, held_by = max(1, per_machine // ranks), max(ranks, per_machine)
         apart = replicas * ranks // held_by
         inside = 2 * gradients / ranks * (near - 1) / near / gpu.link
@@ -600,14 +597,14 @@ def _collectives(
 
 
 class MicroBatches:
-    """Estimates the memory of a recipe's micro-batches on one rank, for `esmshard plan` and `esmshard finetune`.
+    """Estimates the memory of micro-batches on one rank.
 
-    `recipe` is a recipe that the function `in_tokens` has returned, and `train` holds the training records.
+    `recipe` is a recipe that the function `in_tokens` has returned, and `train` contains the training records.
     """
 
     def __init__(self, recipe: Recipe, train: Examples, numbers: ModelNumbers, layout: Layout, device: Device) -> None:
-        self.longest, self._extra = int(train.tokens.max()), train.beside  # `_extra` tokens are in every micro-batch
-        self.share = -(-recipe.batch.global_tokens // layout.data_size)  # the number of tokens of a rank in a step
+        self.longest, self._extra = int(train.tokens.max()), train.beside  # every micro-batch has `_extra` more tokens
+        self.share = -(-recipe.batch.global_tokens // layout.data_size)  # a rank's tokens in a step
         self._head_of = partial(head_bytes, recipe.task, layout=layout, n_logits=numbers.config.n_logits)
         self.head = self._head_of(train.tokens)
         padding = self.longest / float(train.tokens.mean(dtype=np.float64))
@@ -616,7 +613,7 @@ class MicroBatches:
     def largest(self, room: int, share: int | None = None) -> int:
         """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
 
-        The result is at most `share` (by default a rank's tokens in a step), but never less than the longest record.
+        The result is at most `share` tokens (by default a rank's tokens in a step), or the longest record if longer.
         """
         whole, longest = (share or self.share) + self._extra, self.longest + self._extra
 
@@ -629,8 +626,9 @@ class MicroBatches:
         return self.longest + n_fitting - 1 if n_fitting else 0
 
     def need(self, tokens: int, micro_batches: int, scored_N: npt.NDArray[np.int32]) -> Memory:
-        """Return the memory of a step whose largest micro-batch has `tokens` tokens, or of a validation if a validation
-        needs more. `scored_N` are the lengths of the validation and test records in tokens. These are never cut.
+        """Return the memory of a step whose largest micro-batch has `tokens` tokens, or of a validation if larger.
+
+        `scored_N` are the lengths of the validation and test records in tokens.
         """
         step = self._memory(tokens + self._extra, self.head(tokens), micro_batches=micro_batches)
         longest, mean = int(scored_N.max()), float(scored_N.mean(dtype=np.float64))
@@ -643,10 +641,10 @@ class MicroBatches:
 def head_bytes(
     task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
 ) -> Callable[[int], int]:
-    """Return a function. Given the number of tokens of a micro-batch, it returns how many bytes the task's head keeps.
+    """Return a function from a micro-batch's number of tokens to the memory that the task's head keeps, in bytes.
 
-    The micro-batch is assumed to have the longest record and otherwise average records. `tokens_N` are the lengths of
-    all records in tokens.
+    The function assumes a micro-batch of the longest record and average records. `tokens_N` are the lengths of all
+    records in tokens.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
     each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
@@ -657,10 +655,10 @@ def head_bytes(
 
 @dataclass(frozen=True)
 class Option:
-    """A possible way to divide a run over the GPUs, with its memory and its time."""
+    """Describes a possible way to divide a run over the GPUs, with its memory and its time."""
 
     layout: Layout
-    tokens: int  # the number of tokens of the largest micro-batch of a step on one rank
+    tokens: int  # the tokens of the largest micro-batch on one rank
     micro_batches: int
     largest: int  # the largest `batch.tokens_per_rank` that fits; 0 if the longest record does not fit
     fits: bool
@@ -670,26 +668,24 @@ class Option:
 
 @dataclass(frozen=True)
 class Plan:
-    """The result of the function `plan`: the possible options for a recipe on given machines, and the best option."""
+    """Contains the possible options for a recipe on given machines, and the best option."""
 
     recipe: Recipe
     machines: Machines
     numbers: ModelNumbers
-    room: int  # how many bytes of each GPU the plan may use
+    room: int  # the memory of each GPU that the plan may use, in bytes
     options: list[Option]  # options that fit, fastest first; then options that do not fit, smallest memory first
 
     @property
     def best(self) -> Option | None:
-        """The option that needs the least memory, among options that fit and take at most `AS_GOOD` times the lowest
-        time. None if no option fits.
-        """
+        """The option with the least memory among the fastest options (see `AS_GOOD`); None if no option fits."""
         fitting = [option for option in self.options if option.fits]
         equal = [option for option in fitting if option.cost.seconds <= AS_GOOD * fitting[0].cost.seconds]
         return min(equal, key=lambda option: option.memory.total, default=None)
 
     @property
     def keys(self) -> list[str]:
-        """The recipe keys of the best option, to append to `esmshard finetune RECIPE`. Empty if no option fits."""
+        """The recipe keys of the best option, as arguments of `esmshard finetune`. Empty if no option fits."""
         if (best := self.best) is None:
             return []
         tokens = best.largest if self.recipe.batch.tokens_per_rank == "auto" else best.tokens
@@ -703,22 +699,23 @@ class Plan:
 
     @property
     def reason(self) -> str:
-        """A sentence that says why the best option is the best, or that no option fits."""
+        """A sentence that says why an option is the best, or that no option fits."""
         best, room = self.best, self.room / GIB
         if best is None:
             return (
-                f"nothing fits: the smallest option needs {self.options[0].memory.total / GIB:.1f} GiB a GPU, and "
-                f"{room:.1f} may be used; take more or larger GPUs, or lower data.max_length or batch.tokens_per_rank"
+                f"no option fits: the smallest option needs {self.options[0].memory.total / GIB:.1f} GiB per GPU, but "
+                f"only {room:.1f} GiB are available; use more or larger GPUs, or lower data.max_length or "
+                "batch.tokens_per_rank"
             )
         host = best.memory.host * self.machines.per_machine / GIB
         return (
-            f"of the {sum(option.fits for option in self.options)} options that fit, none is {AS_GOOD - 1:.0%} faster, "
-            f"and it needs {best.memory.total / GIB:.1f} of {room:.1f} GiB at the peak ({best.memory.when})"
-            + (f" and {host:.0f} GiB of the memory of each machine" if host else "")
+            f"none of the {sum(option.fits for option in self.options)} options that fit is {AS_GOOD - 1:.0%} faster; "
+            f"this option needs {best.memory.total / GIB:.1f} of {room:.1f} GiB at the peak ({best.memory.when})"
+            + (f" and {host:.0f} GiB of each machine's memory" if host else "")
         )
 
     def as_text(self) -> str:
-        """Return a text with a table of the options, the keys and the speed of the best option, and the reason."""
+        """Return a text with a table of the options, and the keys, the speed and the reason of the best option."""
         machines, numbers, best = self.machines, self.numbers, self.best
         rows = [HEAD.split()]
         for option in self.options[:SHOWN]:
@@ -730,21 +727,21 @@ class Plan:
             row += [f"{option.micro_batches} x {option.tokens:,}", f"{1e3 * spent.seconds:.1f}"]
             rows.append([*row, f"{1e3 * spent.exposed:.1f}", f"{spent.received / GIB:.2f}"])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        network = f", {machines.network * 8 / 1e9:g} Gbit/s a GPU between machines" if machines.nodes > 1 else ""
+        network = f", {machines.network * 8 / 1e9:g} Gbit/s per GPU between machines" if machines.nodes > 1 else ""
         lines = [
-            f"machines  {machines}: {self.room / GIB:.1f} GiB a GPU to plan with{network}",
-            f"model     {self.recipe.model.name}: {numbers.parameters:,} parameters, {numbers.trained:,} learn, "
-            f"{self.options[0].layout.precision}; {self.recipe.batch.global_tokens:,} tokens a step",
-            "\nGiB a rank at the peak of a step; most: largest batch.tokens_per_rank that fits; tokens: micro-batches "
-            "of a step; GiB: received a step",
+            f"machines  {machines}: {self.room / GIB:.1f} GiB available per GPU{network}",
+            f"model     {self.recipe.model.name}: {numbers.parameters:,} parameters, {numbers.trained:,} trained, "
+            f"{self.options[0].layout.precision}; {self.recipe.batch.global_tokens:,} tokens per step",
+            "\nmemory: GiB per rank at the peak of a step; most: largest batch.tokens_per_rank that fits; tokens: "
+            "micro-batches of a step; last column: GiB received per step",
         ]
         for row in rows:
             lines.append("  ".join(f"{cell:{'<' if k < 2 else '>'}{widths[k]}}" for k, cell in enumerate(row)))
         if best is not None:
             speed, total = best.cost.tokens_per_second, best.cost.tokens_per_second * machines.world_size
-            lines.append(f"\ntake      {' '.join(self.keys)}")
-            lines.append(f"speed     {speed:,.0f} tokens/s a GPU, {total:,.0f} in all, MFU {best.cost.mfu:.1%}")
-        return "\n".join([*lines, f"because   {self.reason}"])
+            lines.append(f"\nbest      {' '.join(self.keys)}")
+            lines.append(f"speed     {speed:,.0f} tokens/s per GPU, {total:,.0f} in total, MFU {best.cost.mfu:.1%}")
+        return "\n".join([*lines, f"reason    {self.reason}"])
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as values for JSON. Sizes are in bytes, and times in seconds."""
@@ -762,17 +759,16 @@ class Plan:
 
 
 def plan(recipe: Recipe, machines: Machines) -> Plan:
-    """Estimate every strategy and checkpointing mode. If nothing fits, also estimate them with `cpu_offload`.
+    """Estimate every strategy and checkpointing mode, and if no option fits, also with `cpu_offload`.
 
-    If the recipe does not set `parallel.tensor`, and `parallel.context` is 1, this also tries other powers of two for
-    `parallel.tensor`. Each must divide the number of GPUs of a machine, of attention heads, and of columns of the
-    feed-forward part.
+    If the recipe sets neither `parallel.tensor` nor `parallel.context`, the options also have other powers of two for
+    `parallel.tensor`.
 
     Raises:
-        InputError: if the data or the model cannot be read, or there are fewer training records than
+        InputError: the data or the model cannot be read, or there are fewer training records than
             `world_size // (tensor * context)`.
-        UsageError: if no strategy is possible with the other settings of `parallel`, or for `precision: bf16` on a GPU
-            without bf16.
+        UsageError: no strategy is possible with the other settings of `parallel`, or the recipe has `precision: bf16`
+            and the GPU has no bf16.
     """
     config, task, data = config_of(recipe.model.name), new_task(recipe.task, {}), recipe.data
     named = (family_of(config).tracks, recipe.model.name, "data.tracks.")
@@ -783,12 +779,12 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
     scored_N = np.concatenate([open_split(recipe, name, None, tracks).tokens for name in ("valid", "test")])
     if len(tokens_N) < machines.world_size // (parallel.tensor * parallel.context):
         raise InputError(
-            f"{train.path}: train has {len(tokens_N)} records, fewer than the {machines.world_size} GPUs; take fewer"
+            f"{train.path}: train has only {len(tokens_N)} records for {machines.world_size} GPUs; use fewer GPUs"
         )
     if precision == "auto":
         precision = "bf16" if gpu.has_bf16 else "fp16"
     if precision == "bf16" and not gpu.has_bf16:
-        raise UsageError(f"parallel.precision: {gpu.name} has no bf16; take auto, fp16 or fp32")
+        raise UsageError(f"parallel.precision: {gpu.name} has no bf16; choose auto, fp16 or fp32")
     device: Literal["cuda", "cuda-padded"] = "cuda" if gpu.has_bf16 and precision != "fp32" else "cuda-padded"
     attended = float(np.square(tokens_N, dtype=np.float64).sum() / tokens_N.sum(dtype=np.float64))
     numbers, room = model_numbers(recipe, config, task), int(machines.room * (1 - RESERVE))
@@ -814,7 +810,7 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
         batches = MicroBatches(recipe, train, numbers, laid_out, device)
         wanted, longest, extra = recipe.batch.tokens_per_rank, batches.longest, train.beside
         parts = -(-batches.share // max(batches.largest(room) if wanted == "auto" else wanted, longest))
-        # Micro-batches are balanced, so none is much larger than the mean. But the longest record is never divided.
+        # Micro-batches have about equal sizes, but the longest record is never divided.
         mean = -(-batches.share // parts)
         tokens = max(longest, mean)
         need = batches.need(tokens, parts, scored_N)
@@ -839,8 +835,9 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
 
 
 def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None) -> ModelNumbers:
-    """Count the parameters of a recipe's model with its head. `task` is a task that the method `Task.learn` has
-    returned. Without `task`, the head is the LM head.
+    """Count the parameters of a recipe's model with the head of `task`, or with the LM head.
+
+    `task` is a result of the method `Task.learn`.
     """
     tracks, quantization = recipe.data.tracks or (), recipe.model.quantize
     with torch.device("meta"):
@@ -850,14 +847,15 @@ def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None)
 
 
 def config_of(name: str) -> ModelConfig:
-    """Return the architecture of the model with the name or path `name`. Raises `InputError` if the model cannot be
-    read, or must be downloaded first.
+    """Return the architecture of a model by its name or path.
+
+    Raises `InputError` if the model cannot be read, or must be downloaded first.
     """
     if not Path(name).exists():
         if known := name if name in SIZES else released_name(name):
             return SIZES[known]
         if is_hub_name(name) and hub.find(name) is None:
             raise InputError(
-                f"{name}: is not on this machine, and a plan downloads nothing; run `esmshard download {name}`"
+                f"{name}: is not on this machine, and plans download nothing; first run `esmshard download {name}`"
             )
     return weights.read(name).config

@@ -1,12 +1,12 @@
 """Context parallelism: a few neighbouring ranks divide the tokens of each pack (a batch of whole sequences end to end).
 
-Each rank computes a layer with whole matrices, for its own tokens only. FSDP shards the matrices over all ranks. The
-queries of a rank's tokens attend to the keys and values of all tokens. Each layer gathers keys and values once, and the
-backward pass sums and scatters their gradients. Each rank has all attention heads, so the number of heads may be any.
+Each rank computes a layer for its own tokens only, but with all matrices and all attention heads. FSDP shards the
+matrices over all ranks. Each layer gathers the keys and values of all tokens once. The backward pass sums and scatters
+their gradients.
 
-In each layer, each rank holds the keys and values of all tokens. Ring attention (Liu et al. 2023, arXiv:2310.01889)
-would divide keys and values, too. But ring attention needs the log-sum-exp of each part, and only private functions of
-torch return it. `esmshard.batch` explains the letters of tensor names; R is the number of this rank's tokens.
+Ring attention (Liu et al. 2023, arXiv:2310.01889) would divide keys and values, too. But ring attention needs the
+log-sum-exp of each part, and only private functions of torch return the log-sum-exp. `esmshard.batch` explains the
+letters of tensor names; R is the number of this rank's tokens.
 """
 
 import itertools
@@ -26,30 +26,25 @@ DIMENSION = "context"
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Change a model in place, so that the ranks of `mesh` divide the tokens of each pack. Call this before torch's
-    function `fully_shard`.
+    """Change a model in place, so that the ranks of the one-dimensional `mesh` divide the tokens of each pack.
 
-    Args:
-        model: a `Trunk` or a module that contains a `Trunk`, preferably on the meta device.
-        mesh: a one-dimensional mesh of the ranks that divide the tokens.
+    The model must contain a `Trunk`. Call this function before torch's `fully_shard`.
     """
-    rows = _RowsInOrder(mesh)
+    rows = _ContextRows(mesh)
     divide_tokens(model, rows)
     for block in trunk_of(model).layers:
         attention = block.get_submodule("self_attn")
         assert isinstance(attention, SelfAttention)
-        attention.core = _AttentionOfOwnTokens(rows)
+        attention.core = _ContextAttention(rows)
 
 
-class _RowsInOrder(Rows):
-    """The collectives of context parallelism. Blocks of the model get the positions of this rank's tokens only."""
-
+class _ContextRows(Rows):
     def positions(self, batch: TokenBatch) -> TokenBatch:
-        """Return a copy of the batch that has the positions of this rank's tokens only."""
+        """Return a copy of the batch with the positions of this rank's tokens only."""
         return replace(batch, position_T=batch.position_T[self.place])
 
 
-class _AttentionOfOwnTokens(PackedAttention):
+class _ContextAttention(PackedAttention):
     """Computes attention from the queries of this rank's tokens to the keys and values of all tokens."""
 
     compiles = False
@@ -59,7 +54,7 @@ class _AttentionOfOwnTokens(PackedAttention):
         self.rows = rows
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Compute attention from this rank's R tokens to all T tokens. Each argument holds only the R tokens."""
+        """Compute attention from this rank's R tokens to all T tokens. The tensors contain the R tokens only."""
         kv_TE = self.rows.all(torch.cat((k_THK, v_THK), 1).flatten(1))
         k_all_THK, v_all_THK = kv_TE.view(self.rows.tokens, 2, *k_THK.shape[1:]).unbind(1)
         return attend_from(q_THK, k_all_THK, v_all_THK, batch, self.rows.place.start)
@@ -72,7 +67,7 @@ class _AttentionOfOwnTokens(PackedAttention):
 def attend_from(
     q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch, first: int
 ) -> torch.Tensor:
-    """Return the attention output [R, H, K] of R consecutive tokens of the pack, which begin at the index `first`."""
+    """Return the attention output [R, H, K] of R consecutive tokens, which begin at the index `first` of the pack."""
     last = first + len(q_RHK)
     parts = [
         (max(start, first) - first, min(end, last) - first, start, end)
@@ -87,8 +82,8 @@ def attend_from(
 
 
 _Parts = list[tuple[int, int, int, int]]
-"""For each sequence, four indices: the begin and end of its queries among the R tokens of this rank, and the begin and
-end of its keys in the pack."""
+"""Four indices for each sequence: where its queries begin and end among this rank's R tokens, and where its keys begin
+and end in the pack."""
 
 
 def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:

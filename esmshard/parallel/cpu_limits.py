@@ -11,19 +11,15 @@ _V1, _V2 = (
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     ("memory.max", "memory.current", "inactive_file"),
 )
-"""For each version of Linux cgroups, three names: the file with the memory limit, the file with the memory in use, and
-the key in the file `memory.stat` for the memory that the kernel can release."""
+"""Three names for each version of Linux cgroups: the file with the memory limit, the file with the memory in use, and
+the key in the file `memory.stat` for memory that the kernel can release."""
 
 
 def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int] | None:
-    """Return the memory limit of this process's cgroup and the memory in use, in bytes. Return None without a limit.
+    """Return the memory limit of this process's cgroup and the memory in use, in bytes, or None without a limit.
 
-    Cached pages of files do not count as memory in use if the kernel can release these pages at once.
-
-    Args:
-        root: the directory where cgroups are mounted. In a container, this is the directory of the container's cgroup,
-            whatever `membership` says.
-        membership: the kernel's file that lists the cgroups of this process, in version 1 or 2.
+    Cached file pages that the kernel can release at once do not count as memory in use. In a container, `root` is the
+    container's cgroup. `membership` is the kernel's list of this process's cgroups, in version 1 or 2.
     """
     limits = []
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
@@ -42,7 +38,7 @@ def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, in
 
 
 def cores(root: Path = CGROUPS) -> int:
-    """Return how many CPU cores this process may use: the cores of its CPU affinity, or its cgroup's quota if lower."""
+    """Return how many CPU cores this process may use, by its CPU affinity and its cgroup's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     with suppress(OSError, ValueError):  # without a quota, the first value in the file is `max` or -1
         if (root / "cpu.max").is_file():

@@ -1,10 +1,12 @@
-"""Starts the processes of a run, with the environment variables of torchrun or srun, or as the launcher of `--nproc N`.
+"""Starts the processes of a run on this machine, and reads the environment variables of other launchers.
 
 Every process reads its rank from torch's environment variables, such as `RANK`. torchrun and `accelerate launch` set
-these variables. The function `variables` computes their values for a task of srun. The function `run_local` sets the
-variables and starts processes on this machine. This module imports torch only when it starts processes. It does not use
-torch's `elastic_launch`, because its key-value store listens on all addresses. `elastic_launch` also restarts a run
-after a user's mistake, and hides exit codes after a signal.
+these variables. The function `variables` computes them for a task of srun. The function `run_local` starts processes
+for `--nproc N` and sets the variables.
+
+`run_local` does not use torch's `elastic_launch`, because the key-value store of `elastic_launch` listens on all
+addresses. `elastic_launch` also restarts a run after a user's mistake, and hides exit codes after a signal. This module
+imports torch only when it starts processes.
 """
 
 import json
@@ -28,25 +30,23 @@ from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
-"""The name of the environment variable with the process id of esmshard's launcher. Only launched processes have it."""
+"""The environment variable with the process id of esmshard's launcher. Only processes of this launcher have it."""
 LAUNCH = "ESMSHARD_LAUNCH"
-"""The name of the environment variable with a random text for each call of esmshard's launcher. Restarts keep the text.
-"""
+"""The environment variable with a random text for each call of esmshard's launcher. Restarts keep the text."""
 TRIAL = "ESMSHARD_TRIAL"
-"""The name of the environment variable that marks a run as a trial of a sweep. A trial ends after its last validation,
-and writes no model."""
+"""The environment variable that marks a run as a trial of a sweep. A trial writes no model."""
 _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 
 PORTS = range(20000, 28000)
-"""The ports on which rank 0 may listen under srun. The numbers of the Slurm job and of its step decide which port."""
+"""The ports on which rank 0 may listen under srun. The Slurm job id and step id determine the port."""
 FIRST_LEAVES = 10.0
-"""How many seconds the ranks other than 0 wait after a user's mistake, so that rank 0 can print the mistake first."""
+"""How many seconds other ranks wait after a user's mistake, so that rank 0 can print the mistake first."""
 STOP_TIMEOUT = 600.0
-"""How many seconds the processes may take to save a checkpoint and end after SIGTERM or SIGUSR1."""
+"""How many seconds processes have to save a checkpoint and end, after SIGTERM or SIGUSR1."""
 END_TIMEOUT = 30.0
-"""How many seconds the processes may take to end without saving, after any other signal or after a failure."""
+"""How many seconds processes have to end without saving, after any other signal or after a failure."""
 
-# Windows does not have all of these signals, so this code looks up each signal by name.
+# Windows does not have all of these signals.
 TO_SAVE, TO_END = (
     tuple(signal.Signals[name] for name in names if hasattr(signal, name))
     for names in (("SIGTERM", "SIGUSR1"), ("SIGINT", "SIGHUP", "SIGQUIT"))
@@ -55,7 +55,7 @@ TO_SAVE, TO_END = (
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables for the time of a `with` block, and restore the earlier values at its end."""
+    """Set environment variables inside a `with` block, and restore the earlier values at its end."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -77,8 +77,9 @@ def restarts_allowed() -> int:
 
 
 def follow_launcher() -> None:
-    """Ask the kernel to send SIGTERM to this process when esmshard's launcher ends, even after kill -9. This works only
-    on Linux, and only in a process that the launcher started.
+    """Ask the Linux kernel to send SIGTERM to this process when esmshard's launcher ends, even after kill -9.
+
+    Without esmshard's launcher, and on other systems, this function does nothing.
     """
     launcher = os.environ.get(LAUNCHER)
     if launcher is None or sys.platform != "linux":
@@ -92,9 +93,9 @@ def follow_launcher() -> None:
 
 
 def wait_for_first(code: int) -> None:
-    """Wait at most `FIRST_LEAVES` seconds. If SIGTERM arrives in this time, the process ends with the exit code `code`.
+    """Wait for `FIRST_LEAVES` seconds. If SIGTERM arrives while waiting, end the process with the exit code `code`.
 
-    If the recipe has a mistake, every rank finds the mistake, and only rank 0 prints the message. srun and torchrun end
+    If the recipe has a mistake, every rank finds the mistake, but only rank 0 prints the message. srun and torchrun end
     all ranks as soon as one rank has failed, so rank 0 must end first.
     """
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(code))
@@ -117,12 +118,11 @@ def check() -> None:
 
 
 def variables(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Return torch's environment variables for a task of srun: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE`,
-    `MASTER_ADDR` and `MASTER_PORT`.
+    """Return torch's environment variables, such as `RANK` and `WORLD_SIZE`, for a task of srun.
 
-    The result is empty if `RANK` is already set, or if srun started fewer than two tasks. The number of tasks is read
-    from `SLURM_STEP_NUM_TASKS`, because a batch script also has `SLURM_NTASKS`. Raises `UsageError` if another variable
-    of srun is missing or unreadable.
+    The result is empty if `RANK` is already set, or if srun started fewer than two tasks. `SLURM_STEP_NUM_TASKS` has
+    the number of tasks, because a batch script without srun also has `SLURM_NTASKS`. Raises `UsageError` if another
+    variable of srun is missing or unreadable.
     """
     tasks = environ.get("SLURM_STEP_NUM_TASKS", "")
     if "RANK" in environ or not tasks.isdecimal() or int(tasks) < 2:
@@ -175,15 +175,14 @@ def run_local(
     Args:
         arguments: the arguments of the Python interpreter, such as `-m esmshard finetune recipe.yaml`.
         nproc: the number of processes to start.
-        max_restarts: the maximum number of restarts. All processes are restarted if a signal ended a process, or its
-            exit code is 70 (crashed) or 69 (lost another process). A user's mistake or a request to stop never causes
-            a restart.
-        is_enough: a function that is called while the processes run. When it returns True, the processes get SIGTERM.
+        max_restarts: the maximum number of restarts. The launcher restarts all processes if a signal ended a process,
+            or if a process has the exit code 70 (crashed) or 69 (lost another process).
+        is_enough: the launcher calls this function repeatedly. When it returns True, the processes get SIGTERM.
 
     Returns:
         The exit code of the launcher: 0 if all processes succeeded; 75 if processes saved and ended, or got SIGTERM
-        before they began; 1 if processes that had to save were killed; 128 + N if signal N ended the run or a process.
-        Otherwise the exit code of a failed process, a user's mistake before a crash.
+        before they began; 1 if processes that had to save were killed; 128 + N if signal N ended the run or a process;
+        otherwise the exit code of a failed process. A user's mistake is preferred to a crash.
     """
     shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
     shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_limits.cores() // nproc))}
@@ -194,7 +193,7 @@ def run_local(
                 break
             ranks = {"WORLD_SIZE": str(nproc), "LOCAL_WORLD_SIZE": str(nproc), _RESTARTS: str(restarts)}
             processes = []
-            for rank in range(nproc):  # each process has a separate process group, so only the launcher gets Ctrl-C
+            for rank in range(nproc):  # each process has its own session, so only the launcher gets Ctrl-C
                 ranks |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
                 command, variables = [sys.executable, *arguments], {**os.environ, **shared, **place, **ranks}
                 processes.append(Popen(command, env=variables, start_new_session=True))  # noqa: S603
@@ -209,15 +208,15 @@ def run_local(
 
 
 def _store() -> tuple[Any, dict[str, str]]:
-    """Make the key-value store through which the processes connect. Return the store, and the environment variables
-    with which a process finds the store.
+    """Make the key-value store through which the processes connect. Return the store, and its environment variables.
 
     The launcher holds the store, so that ranks can find the cause of an error even after the end of rank 0. The store
-    listens only on the loopback interface: torch pickles values in the store, so anyone who connects could run code.
+    listens only on the loopback interface, because torch unpickles values from the store. Anyone who connects could
+    run code.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]  # see the first lines of this file
 
-    try:  # torch looks up the host name of an address. For 127.0.0.1, torch may wait for a silent name server.
+    try:  # for 127.0.0.1, torch may wait for a name server that does not answer
         listener = socket.create_server(("::1", 0), family=socket.AF_INET6, backlog=1024)
     except OSError:
         listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -280,7 +279,7 @@ def _has_left(code: int, signals: Sequence[int]) -> bool:
 def _verdict(
     ends: Mapping[int, int], killed: int, signals: Sequence[int], place_of: Callable[[int], str]
 ) -> tuple[int, str, bool]:
-    """Return the exit code of the launcher, a reason if no process has printed one, and whether a restart may help."""
+    """Return the launcher's exit code, the reason if no process has printed it, and whether a restart may help."""
     has_left = any(_has_left(code, signals) for code in ends.values())
     failed = [(rank, code) for rank, code in ends.items() if code and not _has_left(code, signals)]
     failed = [(rank, code) for rank, code in failed if not (has_left and code == ExitCode.LOST)]
@@ -290,7 +289,7 @@ def _verdict(
             why = f"{killed} processes did not leave within {STOP_TIMEOUT:g} s of {name}, and had to be killed"
             return ExitCode.FAILED, why, False
         return (_code_of(signals) if has_left or killed else 0), "", False
-    # The cause is, in this order of preference, a user's mistake, a signal, a crash, or the loss of a process.
+    # The cause is a user's mistake, or else a signal, a crash, or the loss of a process.
     weights: dict[int, int] = {ExitCode.CRASHED: 2, ExitCode.LOST: 3}
     rank, code = min(failed, key=lambda end: weights.get(end[1], int(end[1] < 0)))
     if code > 0:
@@ -302,12 +301,11 @@ def _verdict(
 
 
 def prefix(restarts: int, start: int) -> str:
-    """Return the prefix for the keys of a process group in the key-value store. Earlier groups have other prefixes."""
+    """Return the key prefix of a process group in the key-value store. Each process group has a different prefix."""
     return f"esmshard/{restarts}/{start}"
 
 
 def _place(store: Any, restarts: int, rank: int) -> str:
-    """Return words for the last step and phase that a rank wrote to the store (see `esmshard.parallel.watch`)."""
     key = f"{prefix(restarts, 0)}/note/{rank}"
     if not store.check([key]):
         return ""
@@ -322,10 +320,10 @@ def _code_of(signals: Sequence[int]) -> int:
 
 @contextmanager
 def _listening() -> Iterator[list[int]]:
-    """Yield a list. A signal handler appends the number of each signal that this process receives. Signals that the
-    process already ignores stay ignored, as the command `nohup` requires.
+    """Yield a list to which a signal handler appends the number of each received signal.
 
-    Outside the main thread, Python allows no signal handlers, so the list stays empty.
+    Signals that the process already ignores stay ignored, as the command `nohup` requires. Outside the main thread,
+    Python allows no signal handlers, so the list stays empty.
     """
     received: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()

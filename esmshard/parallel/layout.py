@@ -1,7 +1,6 @@
-"""The class `Layout`, which says how a model is divided over processes. This module does not import torch.
+"""Defines `Layout`, which says how a model is divided over processes. This module does not import torch.
 
-The function `layout` makes a `Layout` from the recipe section `parallel`. The function `shard` divides a model as a
-`Layout` says, and the planner estimates memory and time from a `Layout`. The strategies have the names of FSDP.
+The function `layout` makes a `Layout` from the recipe section `parallel`. The function `shard` and the planner read it.
 """
 
 from collections import Counter
@@ -17,17 +16,12 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int, int]]:
-    """Return how many matrix products of a layer selective checkpointing keeps, by shape (inputs, outputs on a rank).
+    """Count the matrix products of a layer that selective checkpointing keeps, by shape (inputs, outputs on a rank).
 
-    Checkpointing keeps the products with the matrices q, k, v, `out` and fc1. It does not keep the product with fc2,
-    because no gradient needs this product. It does not keep products of a LoRA, because they take almost no time. With
-    tensor parallelism, the product with `out` is not kept either: each rank has one summand for all tokens, as large as
-    the product with fc1. fc2 is the last product of a layer. So if fc1 and fc2 have the same shape, the first products
-    of this shape are kept.
-
-    Args:
-        matrices: the matrices of one layer, `ModelConfig.matrices`.
-        tensor: the number of ranks that compute a layer together.
+    Checkpointing keeps the products with the matrices q, k, v, `out` and fc1. No gradient needs the product with fc2,
+    and the products of a LoRA take almost no time. With tensor parallelism, the product with `out` is not kept, because
+    it is as large as the product with fc1. If fc1 and fc2 have the same shape, the first products of this shape are
+    kept, because fc2 comes last.
     """
     left_out = ("fc2",) if tensor == 1 else ("out", "fc2")
     return Counter((matrix.columns, matrix.rows // tensor) for matrix in matrices if matrix.target not in left_out)
@@ -40,8 +34,8 @@ STRATEGIES: dict[str, Literal["one", "one a group", "one a rank"]] = {
     # ZeRO 0. A layer's weights are freed here too: to gather them again costs a copy, but no communication.
     "no_shard": "one a rank",
 }
-"""For each strategy, how many copies of weights, gradients and optimizer state exist on all ranks together: one copy,
-one copy for each group of ranks, or one copy for each rank."""
+"""How many copies of the model each FSDP strategy makes on all ranks together. A copy includes weights, gradients and
+optimizer state."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +43,7 @@ class Layout:
     """Says how a model is divided over `world_size` ranks (processes). By default, one process computes in fp32."""
 
     strategy: str = "full_shard"
-    """The name of the strategy, which is a key of the dictionary `STRATEGIES`."""
+    """A key of the dictionary `STRATEGIES`."""
     world_size: int = 1
     tensor: int = 1
     """The number of neighbouring ranks that compute each layer together (`esmshard.parallel.tensor_parallel`)."""
@@ -57,8 +51,7 @@ class Layout:
     """The number of neighbouring ranks that divide the tokens of each batch (`esmshard.parallel.context_parallel`)."""
     group: int = 0
     """The number of ranks over which FSDP shards one copy of the model. Only the strategy `hybrid_shard` needs a value.
-    For other strategies, `__post_init__` sets the value. With `tensor` N, FSDP shards over every N-th rank.
-    """
+    With `tensor` N, FSDP shards over every N-th rank."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
@@ -67,11 +60,7 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Set the field `group` as the strategy requires. Only `hybrid_shard` keeps the given value.
-
-        Raises:
-            UsageError: the strategy is unknown, the given value is another one, or the ranks cannot be divided by it.
-        """
+        """Set the field `group` as the strategy requires. Raises `UsageError` if the given value does not fit."""
         if self.strategy not in STRATEGIES:
             raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
         ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy]
@@ -85,7 +74,7 @@ class Layout:
 
     @property
     def frees_layers(self) -> bool:
-        """Whether a layer's gathered weights are freed after its forward pass. Weights outside layers always stay."""
+        """Whether FSDP frees a layer's gathered weights after its forward pass. Weights outside layers always stay."""
         return self.strategy != "shard_grad_op"
 
     @property
@@ -105,38 +94,32 @@ class Layout:
 
     @property
     def replicas(self) -> int:
-        """The number of copies of the whole model on all ranks together."""
+        """The number of model copies on all ranks together."""
         return self.world_size // self.tensor // self.group
 
 
 def layout(
     settings: ParallelSettings, world_size: int, per_machine: int, precision: Literal["fp32", "bf16", "fp16"]
 ) -> Layout:
-    """Check the recipe section `parallel`, and return its `Layout` for this number of processes.
+    """Check the recipe section `parallel`, and return its `Layout` for `world_size` processes.
 
-    Args:
-        settings: the recipe section `parallel`.
-        world_size: the number of all processes.
-        per_machine: the number of processes on one machine. `hybrid_shard` shards each copy over them by default.
-        precision: the precision in which the model computes, because `settings.precision` may be `auto`.
-
-    Raises:
-        UsageError: if settings contradict each other, or do not fit the number of processes.
+    `per_machine` is the number of processes on one machine. `precision` replaces `auto` in the settings. Raises
+    `UsageError` if settings contradict each other, or do not fit the number of processes.
     """
     for key, size in (("tensor", settings.tensor), ("context", settings.context)):
         if per_machine % size:
             raise UsageError(
-                f"parallel.{key}: groups of {size} processes do not divide the {per_machine} of one machine; a group "
-                "exchanges activations in every layer and cannot leave its machine; choose a number that divides them"
+                f"parallel.{key}: {size} does not divide the {per_machine} processes of one machine; choose a number "
+                "that divides them, because a group exchanges activations in every layer and must stay on one machine"
             )
     if settings.tensor > 1 < settings.context:
         raise UsageError(
-            "parallel.context: tensor and context divide the same tokens, and only one of them can; remove one"
+            "parallel.context: cannot be combined with parallel.tensor, because both divide the tokens; remove one key"
         )
     if settings.cpu_offload and settings.accumulate == "unsharded":
         raise UsageError(
-            "parallel.accumulate: unsharded keeps all gradients on the device, and parallel.cpu_offload moves them "
-            "away from it; choose accumulate: sharded, or no offload"
+            "parallel.accumulate: unsharded keeps gradients on the device, but parallel.cpu_offload moves them to the "
+            "CPU; choose accumulate: sharded, or remove cpu_offload"
         )
     group = _group(settings, world_size // settings.tensor, max(1, per_machine // settings.tensor))
     same = {"strategy", "tensor", "context", "reduce_dtype", "activation_checkpointing"}
@@ -145,13 +128,9 @@ def layout(
 
 
 def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) -> None:
-    """Raise `UsageError` if the layers of a model cannot be divided over `tensor` ranks.
+    """Raise `UsageError` if `tensor` ranks cannot divide the layers of a model.
 
-    Args:
-        tensor: the number of ranks that compute each layer together.
-        n_heads: the number of attention heads of a layer.
-        ffn_width: the number of columns of the feed-forward part of a layer.
-        quantized: whether the matrices of the layers are stored in 4 or 8 bits.
+    `ffn_width` is the number of columns of the feed-forward part. `quantized` says whether matrices have 4 or 8 bits.
     """
     for what, count in (("attention heads", n_heads), ("columns of the feed-forward part", ffn_width)):
         if count % tensor:
@@ -162,19 +141,19 @@ def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) 
             )
     if tensor > 1 and quantized:
         raise UsageError(
-            "parallel.tensor: quantised matrices are whole on every process and cannot be divided; remove "
-            "model.quantize, or set parallel.tensor=1"
+            "parallel.tensor: quantised matrices cannot be divided over processes; remove model.quantize, or set "
+            "parallel.tensor=1"
         )
 
 
 def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int:
-    """Return over how many ranks FSDP shards one copy of the model. `UsageError` if the group size does not fit."""
+    """Return over how many ranks FSDP shards one model copy. Raises `UsageError` if the group size does not fit."""
     copies, size = STRATEGIES[settings.strategy], settings.group_size
     if copies != "one a group" or world_size == 1:
         if size is not None and copies != "one a group":
             raise UsageError(
-                f"parallel.group_size is for strategy hybrid_shard, and the recipe has {settings.strategy}; remove it, "
-                "or change the strategy"
+                f"parallel.group_size is for strategy hybrid_shard, but the recipe has {settings.strategy}; remove "
+                "group_size, or change the strategy"
             )
         return world_size if copies == "one" else 1
     group = size or per_machine

@@ -1,6 +1,5 @@
-"""Loads weights into a sharded model on the meta device. Each rank reads its own rows from the file.
-
-A rank never holds the whole model in memory: it holds only its part of the model, and its rows of one more tensor.
+"""Loads weights into a sharded model on the meta device. Each rank reads only its own rows from the file, so no rank
+needs memory for the complete model.
 """
 
 import zlib
@@ -17,25 +16,18 @@ from esmshard.parallel.shard import check_ties, local, reshard, ties
 from esmshard.parallel.tensor_parallel import DIMENSION
 
 RowsOf = Callable[[str, slice], torch.Tensor]
-"""The type of a function that reads rows of the tensor with a given name. All ranks must get the same values."""
+"""A function that reads rows of the tensor with the given name. All ranks must get the same values."""
 
 
 def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World) -> None:
-    """Load the weights of a model that the function `shard` has divided.
+    """Load the weights of a model on the meta device that the function `shard` has divided with the same `layout`.
 
-    Args:
-        model: the model, on the meta device.
-        rows_of: a function that reads the tensors of the state dict, including buffers. Each rank reads its own rows
-            and the first row of each tensor. The ranks compare checksums of the first rows.
-        layout: the layout that was passed to `shard`.
-        world: the ranks of the run.
-
-    Raises:
-        InputError: on all ranks, if one rank cannot read a tensor, or if ranks read different weights.
+    `rows_of` reads rows of each tensor in the state dict, including buffers. Raises `InputError` on all ranks if one
+    rank cannot read a tensor, or if ranks read different weights.
     """
     shared, state = ties(model), model.state_dict()
     lost = [name for name, _ in model.named_buffers() if name not in state]
-    assert not lost, f"{lost[0]} is a buffer that no checkpoint holds; register it with persistent=True"
+    assert not lost, f"{lost[0]} is a buffer that no checkpoint contains; register it with persistent=True"
     model.to_empty(device=torch.device("cpu") if layout.cpu_offload else world.device)
     if layout.cpu_offload:  # FSDP copies gathered weights to the device, but not buffers
         for module in model.modules():
@@ -46,7 +38,7 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
     doubles = {name for _, *others in shared for name in others}
-    # FSDP does not check that all ranks read the same weights. Otherwise the model would be a mixture of two models.
+    # FSDP does not check that all ranks read the same weights. So the ranks compare the first row of each tensor.
     marks = world.gather(world.agree(lambda: fill(model, rows_of, doubles)))
     for rank, theirs in enumerate(marks):
         if differing := [name for name, mark in marks[0].items() if theirs.get(name) != mark]:
@@ -61,11 +53,12 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
 
 def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
     """Load the trainable parameters and the head of a model again. The arguments are as in the function `materialise`.
+
     Raises `InputError` on all ranks if one rank cannot read a tensor.
     """
     reshard(model)
-    learned = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    kept = {name for name in model.state_dict() if name not in learned and not name.startswith("head.")}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    kept = {name for name in model.state_dict() if name not in trained and not name.startswith("head.")}
     kept |= {name for _, *others in ties(model) for name in others}
     world.agree(lambda: fill(model, rows_of, kept))
 
@@ -79,7 +72,7 @@ def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int
             continue
         first = rows_of(name, slice(0, 1)).float().contiguous()
         marks[name] = zlib.crc32(first.view(torch.uint8).numpy().data)
-        (rows, columns), part = own_part(target), local(target)
+        (rows, columns), part = local_slices(target), local(target)
         if part.numel():  # if a tensor has few rows, the last ranks have no row of this tensor
             values = rows_of(name, rows)
             values = values if columns is None else values[:, columns]
@@ -88,12 +81,12 @@ def fill(model: nn.Module, rows_of: RowsOf, left_out: Set[str]) -> dict[str, int
     return marks
 
 
-def own_part(tensor: torch.Tensor) -> tuple[slice, slice | None]:
-    """Return two slices: which rows and which columns of a whole tensor this rank holds. None stands for all columns.
+def local_slices(tensor: torch.Tensor) -> tuple[slice, slice | None]:
+    """Return which rows and which columns of a tensor this rank has, as two slices. None stands for all columns.
 
-    FSDP2 divides the rows like `torch.chunk`: into equal parts, but the last parts may be shorter or empty. So 33 rows
-    on four ranks become 9, 9, 9 and 6 rows. Tensor parallelism divides rows or columns first. FSDP then divides
-    the rows of each part.
+    FSDP2 divides rows like `torch.chunk`: into equal parts, but the last parts may be shorter or empty. So four ranks
+    have 9, 9, 9 and 6 of 33 rows. Tensor parallelism first divides rows or columns. FSDP then divides the rows of each
+    part.
     """
     if not isinstance(tensor, DTensor):
         return slice(0, len(tensor)), None
@@ -114,7 +107,7 @@ def own_part(tensor: torch.Tensor) -> tuple[slice, slice | None]:
 
 
 def _chunk(whole: slice, parts: int, part: int) -> slice:
-    """Divide a slice into `parts` slices like `torch.chunk`, and return the slice with the number `part`, from 0."""
+    """Divide a slice into `parts` slices like `torch.chunk`, and return the slice with the index `part`."""
     each = -(-(whole.stop - whole.start) // parts)
     begin = whole.start + each * part
     return slice(min(begin, whole.stop), min(begin + each, whole.stop))

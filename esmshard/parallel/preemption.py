@@ -1,9 +1,9 @@
 """Handles requests to stop a run before its end: signals of a scheduler, and the time limit of `--stop-after`.
 
-After SIGTERM or SIGUSR1, a run saves a checkpoint, ends with exit code 75, and can be continued later. The time limit
-is a SIGALRM with the same effect. All ranks must save together, so during training a rank only stores the signal. The
-ranks exchange the stored signals in each step, and all ranks save after the same step. Before and after training there
-is nothing to save, so a signal ends the process at once.
+After SIGTERM or SIGUSR1, a run saves a checkpoint, ends with exit code 75, and can continue later. The time limit is a
+SIGALRM with the same effect. All ranks must save after the same step. So during training, a rank only stores the
+signal, and the ranks exchange stored signals in each step. Before and after training, a signal ends the process at
+once, because there is nothing to save.
 """
 
 import os
@@ -19,21 +19,18 @@ from esmshard.errors import ExitCode, UsageError
 from esmshard.parallel import launch
 
 STOP_AT = "ESMSHARD_STOP_AT"
-"""The name of the environment variable with the time to stop, in seconds since 1970. A restart keeps this time."""
+"""The environment variable with the time to stop, in seconds since 1970. A restart keeps this time."""
 
 LEAVE_WITHIN = 25.0
-"""How many seconds a process may take to end after a signal if it has nothing to save. In this time it may still find
-and name a lost rank. Schedulers kill processes about 30 s after SIGTERM.
-"""
+"""How many seconds a process may take to end after a signal if it has nothing to save. Schedulers kill processes about
+30 s after SIGTERM."""
 
 _REASONS = {"SIGTERM": "SIGTERM", "SIGUSR1": "SIGUSR1", "SIGALRM": "the time limit of --stop-after"}
 _SIGNALS = {int(getattr(signal, name)): words for name, words in _REASONS.items() if hasattr(signal, name)}
 
 
 class Preempted(BaseException):
-    """Says that the run was asked to stop and can continue later. This class is not an `Exception`, because a requested
-    stop is not a failure.
-    """
+    """Is raised when a run was asked to stop. The class is no `Exception`, because a requested stop is no failure."""
 
     exit_code = ExitCode.REQUEUE
 
@@ -44,15 +41,14 @@ class Preempted(BaseException):
 
 
 def leaving_code(unsaved: int = 0) -> int:
-    """Return the exit code with which this process ends after the exception `Preempted`. `unsaved` is the attribute of
-    this exception.
+    """Return the exit code of this process after a `Preempted` with the attribute `unsaved`.
 
     The code is 75 for a single process, and for a process of esmshard's launcher. Under torchrun the code is 0, because
-    torchrun would restart all ranks after 75; the file `status.json` then says that the run is preempted.
+    torchrun would restart all ranks after 75.
 
     srun returns the highest code of all ranks, and sends SIGTERM to all ranks when one rank fails. So rank 0 has 75,
-    and the other ranks have 0. But before training, SIGTERM may mean that another rank has failed. With 75, a scheduler
-    would repeat this failure forever. So rank 0 then has 143, the code of a process that SIGTERM has ended.
+    and the other ranks have 0. But before training, SIGTERM may mean that another rank has failed, and after 75 a
+    scheduler would repeat this failure forever. So rank 0 then has 143, the code after SIGTERM.
     """
     if launch.LAUNCHER in os.environ or "RANK" not in os.environ:
         return Preempted.exit_code
@@ -62,37 +58,30 @@ def leaving_code(unsaved: int = 0) -> int:
 
 
 def reason(asked: int) -> str:
-    """Return the words that messages use for the signal with the number `asked`.
-
-    >>> reason(int(signal.SIGTERM))
-    'SIGTERM'
-    """
+    """Return the text for the signal with the number `asked`, such as `SIGTERM`."""
     return _SIGNALS[asked]
 
 
 def seconds(duration: str) -> int:
-    """Convert a duration such as `3h50m`, `230m`, `90s` or `1d` to seconds.
+    """Convert a duration such as `3h50m`, `230m`, `90s` or `1d` to seconds. Raises `UsageError` for other texts.
 
     >>> seconds("3h50m")
     13800
-
-    Raises:
-        UsageError: if the text is not a duration.
     """
     parts = re.fullmatch(r"(?:(\d{1,4})d)?(?:(\d{1,5})h)?(?:(\d{1,6})m)?(?:(\d{1,7})s)?", duration, re.ASCII)
     numbers = parts.groups("0") if parts else ()
     length = sum(int(number) * unit for number, unit in zip(numbers, (86400, 3600, 60, 1), strict=False))
     if not length:
-        raise UsageError(f"--stop-after {duration}: a time is expected, as 3h50m, 230m or 90s")
+        raise UsageError(f"--stop-after {duration}: is not a duration; write it like 3h50m, 230m or 90s")
     return length
 
 
 class Preemption:
-    """A `with` block that receives requests to stop this process.
+    """Receives requests to stop this process, inside a `with` block.
 
-    A signal raises `Preempted` at the current instruction, except inside the method `noted`. Python runs handlers only
-    between two instructions. So a process inside a C++ call, such as a collective with a lost rank, does not react.
-    Therefore a thread also reads each signal, and ends the process after `LEAVE_WITHIN` seconds.
+    A signal raises `Preempted` at once, except inside the method `noted`. Python runs signal handlers only between two
+    instructions, so a process that waits in a collective for a lost rank does not react. Therefore a thread also reads
+    each signal, and ends the process after `LEAVE_WITHIN` seconds.
 
     Outside the main thread, Python allows no signal handlers, so only the time limit has an effect.
     """
@@ -102,7 +91,7 @@ class Preemption:
         try:
             self._stop_at = float(stop_at) if stop_at else None
         except ValueError:
-            raise UsageError(f"{STOP_AT}={stop_at}: seconds since 1970 are expected; --stop-after sets it") from None
+            raise UsageError(f"{STOP_AT}={stop_at}: is not a time in seconds since 1970; use --stop-after") from None
         self._asked = 0
         self._noting = self._leaving = False
         self.began = False
@@ -138,7 +127,7 @@ class Preemption:
     @property
     def asked(self) -> int:
         """The number of the first signal that asked this process to stop; 0 without a signal. SIGALRM stands for the
-        time limit. The ranks of a run may have different values, so the ranks must agree on a value before they act.
+        time limit. The ranks may have different values, so they must agree on a value before they act.
         """
         if not self._asked and self._stop_at is not None and time.time() >= self._stop_at:
             self._asked = int(signal.SIGALRM)
@@ -151,11 +140,10 @@ class Preemption:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """A `with` block for training and saving. A signal does not interrupt the block, and is only stored in `asked`.
+        """Protect training and saving in a `with` block: a signal does not interrupt the block, and only sets `asked`.
 
         Raises:
-            Preempted: at the begin or the end of the block, if the process was asked to stop. If the block itself
-                raises an error, only this error is raised.
+            Preempted: at the begin or the end of the block, if the process was asked to stop.
         """
         self._stop_if_asked()
         self._noting = self.began = True
@@ -179,7 +167,7 @@ class Preemption:
             self._stop_if_asked()
 
     def _watch(self, wakeups: int) -> None:
-        """Read the numbers of signals from a pipe, in a thread. Python writes each number when the signal arrives."""
+        """Read signal numbers from a pipe, in a thread. Python writes the number of each signal when it arrives."""
         with open(wakeups, "rb", buffering=0) as pipe:
             while numbers := pipe.read(64):  # an empty result means that the other end was closed
                 asked = next((number for number in numbers if number in _SIGNALS), 0)
@@ -191,12 +179,11 @@ class Preemption:
 
 _installed: list[Preemption] = []
 _before_fork = threading.local()
-"""Holds, for each thread, the attribute `mask`: the signals that were already blocked when the thread began to fork.
-`_unblock` restores this mask after the fork."""
+"""Its attribute `mask` has the signals that a thread had blocked before a fork. `_unblock` restores this mask."""
 
 
 def _block() -> None:
-    """Block the signals while a process forks. Otherwise the child could write a signal into the pipe of its parent."""
+    """Block the signals while a process forks. Otherwise the child could write a signal into the parent's pipe."""
     _before_fork.mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS if _installed else ())
 
 
@@ -205,7 +192,7 @@ def _unblock() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """Remove the signal handlers in a forked child, so that a signal ends the child, which has nothing to save."""
+    """Remove the signal handlers in a forked child, so that a signal ends the child."""
     for preemption in _installed[::-1]:
         preemption.__exit__()
     _unblock()

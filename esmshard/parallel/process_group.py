@@ -24,38 +24,39 @@ from esmshard.progress import say
 T = TypeVar("T")
 
 START_TIMEOUT = 1800
-"""How many seconds all ranks may take to start and connect. To load a container image or a large model takes long."""
+"""How many seconds all ranks may take to start and connect. Loading a container image can take many minutes."""
 
 NCCL_GRACE = 60
-"""How many seconds NCCL's time-out is longer than the time-out of the method `Control.wait_for_device`. So the method
-can print a message before NCCL ends the process without a message."""
+"""The seconds that are added to NCCL's time-out. So `Control.wait_for_device` can raise its error before NCCL ends the
+process without a message."""
 
 Precision = Literal["fp32", "bf16", "fp16"]
 
 
 @dataclass(frozen=True)
 class World:
-    """The ranks of a run, as seen by this process. A single process needs no process group of torch."""
+    """Describes the ranks of a run, and this process's rank. Its methods exchange values between all ranks."""
 
     rank: int
     size: int
     device: torch.device
     mesh: DeviceMesh | None
-    """A one-dimensional device mesh of all ranks; None for a single process that does not use FSDP."""
+    """A one-dimensional device mesh of all ranks; None for a single process without FSDP."""
     together: int = 1
     """The number of neighbouring ranks that compute the same records together (`Layout.together`)."""
     group: Any = None
-    """The process group through which this class exchanges numbers and objects; None for torch's default group."""
+    """The process group for the methods of this class; None for torch's default process group."""
     timeout: int = START_TIMEOUT
-    """How many seconds the collectives of this class, such as `gather`, wait for a late rank."""
+    """How many seconds the methods of this class, such as `gather`, wait for a late rank."""
     step_timeout: int = START_TIMEOUT
     """How many seconds the collectives of training steps and of checkpoints wait for a late rank."""
     store: Any = None
     """The key-value store through which the ranks connected; None for a single process."""
 
     def patient(self, seconds: int = 7 * 86400) -> "World":
-        """Return a `World` of the same ranks, with a longer time-out for its methods (by default a week). Other ranks
-        can then wait while the first rank fits a regression or writes a model. All ranks must call this method.
+        """Return a `World` of the same ranks whose methods have a longer time-out, by default a week.
+
+        Other ranks can then wait while the first rank writes a model. All ranks must call this method.
         """
         if self.mesh is None:
             return self
@@ -63,7 +64,7 @@ class World:
 
     @property
     def data_rank(self) -> int:
-        """The number, from 0, of this rank's group. The `together` ranks of a group compute the same records."""
+        """The index of this rank's group. The `together` ranks of a group compute the same records."""
         return self.rank // self.together
 
     @property
@@ -73,7 +74,7 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is rank 0, which prints and writes for all ranks."""
+        """Whether this process is rank 0, which prints messages and writes files."""
         return self.rank == 0
 
     def rows(self, values: Sequence[float]) -> list[list[float]]:
@@ -86,15 +87,15 @@ class World:
         return [row.tolist() for row in rows]
 
     def sum(self, values: Sequence[float]) -> list[float]:
-        """Return, for each of the values, the sum over all ranks in double precision."""
+        """Return the sum of each value over all ranks, in double precision."""
         return [sum(column) for column in zip(*self.rows(values), strict=True)]
 
     def min(self, value: float) -> float:
-        """Return the smallest of the values that the ranks pass to this method."""
+        """Return the smallest value of all ranks."""
         return min(row[0] for row in self.rows([value]))
 
     def gather(self, value: Any) -> list[Any]:
-        """Return the values that all ranks pass to this method, in rank order. The values must be picklable."""
+        """Return the values of all ranks, in rank order. The values must be picklable."""
         if self.mesh is None:
             return [value]
         values: list[Any] = [None] * self.size
@@ -102,8 +103,9 @@ class World:
         return values
 
     def gather_on_first(self, value: Any) -> list[Any]:
-        """Return the values of all ranks, in rank order, on the first rank and the ranks that compute its records.
-        Return an empty list on other ranks. The values must be picklable.
+        """Return the values of all ranks on the first `together` ranks, and an empty list on other ranks.
+
+        The values are in rank order, and must be picklable.
         """
         if self.mesh is None:
             return [value]
@@ -113,7 +115,7 @@ class World:
         return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank, and return its result. All ranks raise the first `InputError` of any rank."""
+        """Call a function on every rank, and return its result. If it raises `InputError` on a rank, all ranks do."""
         result, error = None, None
         try:
             result = function()
@@ -127,7 +129,7 @@ class World:
         return cast(T, result)
 
     def from_first(self, function: Callable[[], T]) -> T:
-        """Call a function on the first rank only. All ranks return the function's result, or raise its `InputError`."""
+        """Call a function on the first rank only. All ranks return the result, or raise the function's `InputError`."""
         result = self.agree(lambda: function() if self.is_first else None)
         return cast(T, self.gather(result)[0])
 
@@ -140,19 +142,20 @@ def world(
     alone_too: bool = False,
     wanted: DeviceName = None,
 ) -> Iterator[World]:
-    """A `with` block that joins the processes that a launcher started, and leaves their process group at its end.
+    """Connect the processes that a launcher started, for the time of a `with` block.
 
     The launcher is torchrun, `accelerate launch`, srun or esmshard's launcher. Without a launcher, there is one rank.
 
     Args:
         start_timeout: how many seconds the ranks may take to connect.
         step_timeout: how many seconds later collectives wait for a late rank; `start_timeout` by default.
-        alone_too: whether to make a process group even for a single process, as `Layout.cpu_offload` requires.
+        alone_too: whether a single process makes a process group too. `Layout.cpu_offload` requires a process group.
         wanted: the name of a device; see the function `own_device`.
 
     Raises:
-        UsageError: if environment variables of a launcher are missing or unreadable, or `wanted` does not fit.
-        InputError: if there are fewer GPUs than processes. It is a `LostProcess` if not all ranks connect in time.
+        UsageError: environment variables of a launcher are missing or unreadable, or `wanted` does not fit.
+        InputError: there are fewer GPUs than processes.
+        LostProcess: not all ranks connect in time.
     """
     os.environ.update(launch.variables())
     launch.check()
@@ -168,7 +171,7 @@ def world(
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device.type == "cuda" else 0))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     store = dist.HashStore() if size == 1 else _meet(rank, size, start_timeout)  # type: ignore[attr-defined]
-    with launch.environment(_gloo_interface()):  # process groups that are made later need the variable too
+    with launch.environment(_gloo_interface()):  # later process groups need the variable, too
         dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)
         is_lost = False
         try:
@@ -180,21 +183,21 @@ def world(
         finally:
             if not is_lost:  # There is no barrier here: after an error, other ranks may never reach a barrier.
                 dist.destroy_process_group()
-                # A thread of gloo may still hold a tensor of the last collective. If the interpreter ends before this
-                # thread has freed the tensor, the thread aborts the process (SIGABRT, in one of ten short runs).
+                # Without this pause, the interpreter may end before a thread of gloo has freed the tensor of the last
+                # collective. The thread then aborts the process (SIGABRT, in one of ten short runs).
                 time.sleep(0.1)
 
 
 _STARTS = itertools.count()
-"""Counts the process groups of this process. The count is part of a group's keys in the store (see `launch.prefix`)."""
+"""Counts the process groups that this process has made. The count is part of their keys (see `launch.prefix`)."""
 
 
 def _gloo_interface() -> dict[str, str]:
-    """Return gloo's environment variable, with the network interface through which this machine reaches rank 0.
+    """Return gloo's environment variable for the network interface through which this machine reaches rank 0.
 
-    By default, gloo uses the address of the machine's host name. Debian's /etc/hosts gives this name the address
-    127.0.1.1, which other machines cannot reach. The machine of rank 0 uses the interface of the default route. The
-    result is empty if all ranks are on one machine, if the user has set the variable, and outside Linux.
+    By default, gloo uses the address of the machine's host name. In Debian's /etc/hosts this is 127.0.1.1, which other
+    machines cannot reach. The machine of rank 0 uses the interface of the default route. The result is empty if all
+    ranks are on one machine, if the user has set the variable, and outside Linux.
     """
     size = os.environ.get("WORLD_SIZE")
     one_machine = size is None or os.environ.get("LOCAL_WORLD_SIZE", size) == size
@@ -216,14 +219,15 @@ def _gloo_interface() -> dict[str, str]:
 
 
 def _meet(rank: int, size: int, seconds: int) -> Any:
-    """Connect to the key-value store of a launcher or of rank 0, wait for all ranks, and return the store. Raises
-    `LostProcess` if not all ranks connect within `seconds`.
+    """Connect to the key-value store of a launcher or of rank 0, wait for all ranks, and return the store.
+
+    Raises `LostProcess` if not all ranks connect within `seconds`.
     """
     held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if rank == 0 and launch.restarts_allowed() and held:
         say(
             "torchrun can start processes again only if each machine has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without "
-            "it the new processes may wait forever for the old ones"
+            "this variable, new processes may wait forever for the old processes"
         )
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
     # If rank 0 serves the store, the store is new at each start. Machines that joined later count fewer restarts.
@@ -250,19 +254,20 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
 
 
 def processes_per_machine(size: int) -> int:
-    """Return the number of processes on this machine from a launcher's variables. Without a launcher, return `size`."""
+    """Return how many processes a launcher started on this machine. Without a launcher, return `size`."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", size)) if is_launched() else size
 
 
 def precision_on(device: torch.device, wanted: str, asked_by: str = "parallel.precision") -> Precision:
-    """Return the precision `wanted`; for `auto`, the best 16-bit precision of the GPU, or else fp32. For fp16 on a CPU,
-    raise a `UsageError` that names the recipe key or option `asked_by`.
+    """Return the precision `wanted`; for `auto`, the best 16-bit precision of the GPU, or fp32 without a 16-bit format.
+
+    For fp16 on a CPU, raises a `UsageError` that names the recipe key or option `asked_by`.
     """
     if wanted == "auto":
         capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
         return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
     if wanted == "fp16" and device.type == "cpu":
-        raise UsageError(f"{asked_by}: fp16 is for GPUs, and this is a CPU; choose fp32 or auto")
+        raise UsageError(f"{asked_by}: fp16 needs a GPU, but this run is on a CPU; choose fp32 or auto")
     return cast(Precision, wanted)
 
 
@@ -272,18 +277,13 @@ def processes_of(device: torch.device, nproc: int | None) -> int:
 
 
 def own_device(local_rank: int, size: int, wanted: DeviceName = None) -> torch.device:
-    """Return the device of a process: an NVIDIA GPU; otherwise Apple's GPU for a single process; otherwise the CPU.
+    """Return the device of a process: an NVIDIA GPU, or Apple's GPU for a single process, or else the CPU.
 
-    Apple's GPU has no collectives, so on Apple's machines several processes use the CPU.
-
-    Args:
-        local_rank: the index of the process among the processes of its machine, from 0.
-        size: the number of processes of the run.
-        wanted: the name of a device that the user gave; see `devices.chosen_device`.
+    Apple's GPU has no collectives, so several processes use the CPU. `wanted` is as in `devices.chosen_device`.
 
     Raises:
-        UsageError: if this machine does not have the device, or if several processes would share a single GPU.
-        InputError: if the machine has fewer GPUs than processes, so this process has no GPU.
+        UsageError: this machine does not have the device, or several processes would share a single GPU.
+        InputError: the machine has fewer GPUs than processes.
     """
     device = chosen_device(wanted)
     if size > 1 and wanted is not None and (device.index is not None or device.type == "mps"):

@@ -1,13 +1,13 @@
 """Divides a model over the devices of a run, in place.
 
-A model is made in this order, and the function `shard` does the steps in brackets:
+Do these steps in this order. The function `shard` does the steps in brackets:
 
     build on the meta device -> [tensor or context parallelism -> checkpointing -> compile -> FSDP of each layer
     -> FSDP of the root] -> `load.materialise` -> optimizer
 
-The model must have the attribute `layers`, a ModuleList of blocks. FSDP gathers the parameters of each block together.
-FSDP also gathers all parameters outside blocks together, because embedding and LM head share a tensor. The model itself
-is FSDP's root module, and these parameters are called the root.
+The model must have the attribute `layers`, a ModuleList. FSDP gathers the parameters of each layer together. FSDP also
+gathers all parameters outside layers together, because embedding and LM head share a tensor. The parameters outside
+layers are called the root.
 """
 
 import math
@@ -41,35 +41,31 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 def shard(model: nn.Module, layout: Layout, world: World) -> None:
     """Set up activation checkpointing, compilation and precision of a model, and FSDP2 if there is a process group.
 
-    Without a process group, nothing is sharded, and parameters stay plain tensors. With and without FSDP, the model
-    computes with copies of its fp32 parameters in `layout.precision`. The residual stream has this precision too.
-    Autocast would keep the residual stream in fp32, so losses on one device would differ from losses on several ranks.
-
-    Args:
-        model: the model, preferably on the meta device, so that `load.materialise` loads only each rank's part.
-        layout: the layout of the recipe for this number of ranks.
-        world: the ranks of the run.
+    With and without FSDP, the model computes with copies of its fp32 parameters in `layout.precision`, and the residual
+    stream has this precision too. Autocast would keep the residual stream in fp32, so losses on one device would differ
+    from losses on several ranks. A model on the meta device needs no memory until `load.materialise` loads its parts.
 
     Raises:
-        UsageError: if the model has no ModuleList `layers`, or the layout needs another number of ranks, a process
-            group, or a model of esmshard.
+        UsageError: the model has no ModuleList `layers`, or the layout needs another number of ranks, a process group,
+            or a model of esmshard.
     """
     layers, shared = getattr(model, "layers", None), ties(model)
     if not isinstance(layers, nn.ModuleList):
         raise UsageError(
-            f"{type(model).__name__} has no ModuleList `layers`; add it as a property, as docs/python.md does"
+            f"{type(model).__name__} has no ModuleList `layers`; add a property `layers` as in docs/python.md"
         )
     if layout.world_size != world.size:
         raise UsageError(
-            f"Layout: is for {layout.world_size} ranks, and {world.size} are here; pass world_size={world.size}"
+            f"Layout: has world_size={layout.world_size}, but the run has {world.size} ranks; pass "
+            f"world_size={world.size}"
         )
     if layout.cpu_offload and world.mesh is None:
         raise UsageError("Layout: cpu_offload in one process needs a process group; call world(alone_too=True)")
     has_trunk = any(isinstance(module, Trunk) for module in model.modules())
     if not has_trunk and (layout.together > 1 or layout.activation_checkpointing == "selective"):
         raise UsageError(
-            "Layout: tensor, context and activation_checkpointing='selective' are for esmshard's own models; leave "
-            "them out, or take activation_checkpointing='full'"
+            "Layout: tensor, context and activation_checkpointing='selective' are for models of esmshard only; remove "
+            "them, or use activation_checkpointing='full'"
         )
     mesh = None if world.mesh is None else _mesh(world.mesh, layout, world.step_timeout)
     wrappers: list[Wrapper] = [lambda forward: forward] * len(layers)
@@ -78,21 +74,20 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     if mesh is None and layout.precision != "fp32":
         wrappers = [partial(computing_with, layer, partial(_in_precision, layout, layer)) for layer in layers]
     if mesh is not None and layout.context > 1:
-        # FSDP also shards weights over the ranks that divide tokens. So dividing tokens needs a separate mesh.
+        # FSDP also shards weights over the ranks that divide tokens, so context parallelism needs a separate mesh.
         sizes, names = (layout.data_size, layout.context), ("data", context_parallel.DIMENSION)
         of_context = _named_mesh(mesh.device_type, sizes, names, world.step_timeout)
         context_parallel.split(model, of_context[context_parallel.DIMENSION])
     checkpointed = _checkpointing(model, layout)
-    # This replaces `forward`, because a module around the layer would change the names of parameters. FSDP's hooks must
-    # stay outside the new `forward`.
+    # Replace `forward`, because a module around the layer would change the names of parameters.
     for layer, wrapped in zip(layers, wrappers, strict=True):
         if not layout.compile:
             layer.forward = checkpointed(wrapped(layer.forward))
-        elif layout.context == 1:  # The compiler gets plain tensors, and compiles the checkpoint too.
+        elif layout.context == 1:  # the compiler gets plain tensors, and compiles the checkpoint too
             layer.forward = checkpointed(layer.forward)
             layer.compile(dynamic=True)
             layer.forward = wrapped(layer.forward)
-        else:  # Attention to gathered keys cannot be compiled, so the checkpoint stays outside the compiled layer.
+        else:  # attention to gathered keys cannot be compiled, so the checkpoint stays outside the compiled layer
             layer.compile(dynamic=True)
             layer.forward = checkpointed(layer.forward)
     if mesh is not None:
@@ -103,19 +98,19 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
 
 
 def _in_precision(layout: Layout, module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return copies, in `layout.precision`, of the parameters of a layer, or of a model's parameters outside layers."""
+    """Copy the parameters of a layer, or the parameters of a model outside its layers, to `layout.precision`."""
     of_layers = {id(p) for p in getattr(module, "layers", nn.ModuleList()).parameters()}
     return {name: p.to(DTYPES[layout.precision]) for name, p in parameters.items() if id(p) not in of_layers}
 
 
 def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
-    """Return a function that adds activation checkpointing to the method `forward(x_TD, ...)` of a layer."""
+    """Return a function that adds activation checkpointing to a layer's method `forward(x_TD, ...)`."""
     if layout.activation_checkpointing == "none":
         return lambda forward: forward
     context: dict[str, Any] = {}
     if layout.activation_checkpointing == "selective":
         products = kept_products(trunk_of(model).config.matrices, layout.tensor)
-        # This is a lambda, because the compiler would treat the numbers in a `partial` as variables.
+        # In a `partial`, the compiler would treat the numbers as variables.
         context["context_fn"] = lambda: _selective(products)
     return partial(_checkpointed, context)
 
@@ -123,10 +118,8 @@ def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
 def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a function like `forward(x_TD, ...)` that the backward pass computes again, to save memory.
 
-    The compiler begins with the first Python frame outside torch. If the result were a `partial`, this frame would be
-    inside the checkpoint, where the compiler is switched off, so nothing would be compiled. If an argument of the
-    checkpoint changes (in torch 2.11 even the ids in a batch), the function is compiled again. So the inner function
-    `again` has only the argument `x_TD`, and reads the other arguments from the enclosing function.
+    Two traps of the compiler: if the result were a `partial`, nothing would be compiled. If `again` had more arguments,
+    torch 2.11 would compile the function again for each new value of an argument.
     """
 
     def run(x_TD: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
@@ -140,8 +133,9 @@ def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor])
 
 
 def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
-    """Return the device mesh of all ranks. Its dimensions are (shard), or (replicate, shard) for several copies of the
-    model. With tensor parallelism, `tensor` is one more dimension at the end.
+    """Return the device mesh of all ranks with the dimensions (shard), or (replicate, shard) for several model copies.
+
+    With tensor parallelism, `tensor` is the last dimension.
     """
     if layout.replicas == layout.tensor == 1:
         return ranks
@@ -151,8 +145,9 @@ def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
 
 
 def _named_mesh(device: str, sizes: tuple[int, ...], names: tuple[str, ...], seconds: int) -> DeviceMesh:
-    """Return a device mesh of all ranks. Its process groups have the time-out `seconds`. The process groups of torch's
-    `init_device_mesh` have a default time-out, and would wait half an hour for a stuck rank.
+    """Return a device mesh of all ranks, whose process groups have the time-out `seconds`.
+
+    With torch's `init_device_mesh`, the process groups would wait half an hour for a stuck rank.
     """
     timeout = timedelta(seconds=seconds + (NCCL_GRACE if device == "cuda" else 0))
     mesh = torch.arange(dist.get_world_size()).view(sizes)
@@ -171,9 +166,7 @@ def _data_dimensions(layout: Layout) -> tuple[str, ...]:
 
 
 def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: DeviceMesh, world: World) -> None:
-    """Apply FSDP. Shard layers over the ranks that compute the same part of a layer, and the other parameters over all
-    ranks of a copy of the model.
-    """
+    """Shard each layer over the ranks that compute the same part of it, and the root over all ranks of a model copy."""
     of_root = mesh
     if layout.tensor > 1:
         mesh, sizes = mesh[*_data_dimensions(layout)], (layout.replicas, layout.group * layout.tensor)
@@ -200,10 +193,9 @@ def _fully_shard(model: nn.Module, layers: nn.ModuleList, layout: Layout, mesh: 
 
 
 def _without_views(_module: nn.Module, _given: object, outputs: Any) -> Any:
-    """Return copies of the outputs of a model. The outputs themselves may be torch views (slices) of one tensor.
+    """Copy a model's outputs, which may be views (slices) of one tensor.
 
-    FSDP adds hooks to the outputs, and the hooks gather weights for the backward pass. An in-place operation on a view
-    would remove its hook, so torch 2.13 warns about each view. The copies take little memory compared with a layer.
+    FSDP adds hooks to the outputs, and torch 2.13 warns about a hook on a view.
     """
     return [x.clone() if x.requires_grad else x for x in outputs] if isinstance(outputs, list) else outputs
 
@@ -222,12 +214,11 @@ _KEPT_NAMES = {
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:
-    """Return torch's contexts for a checkpointed layer and its recomputation. `kept_products` returned `products`."""
+    """Return torch's contexts for a checkpointed layer and its recomputation. See `kept_products` for `products`."""
     # torch 2.11 calls `keep` for each operation in both contexts, later releases only in the first context.
     left = {again: Counter(products) for again in (False, True)}
 
     def keep(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        """Keep the result of an operation if its recomputation takes much time for each byte of its memory."""
         kept = operation in _KEPT or operation.name().split(".")[0] in _KEPT_NAMES
         if operation in _PRODUCTS:
             shape = tuple(args[-1].shape)
@@ -239,10 +230,10 @@ def _selective(products: Mapping[tuple[int, int], int]) -> Any:
 
 
 def next_micro_batch(model: nn.Module, layout: Layout, last: bool) -> None:
-    """Tell FSDP, before each backward pass, whether the pass is the last backward pass of a training step.
+    """Tell FSDP, before each backward pass, whether it is the last backward pass of a training step.
 
-    With `accumulate: sharded`, each pass reduces and scatters the gradients among the ranks of a copy of the model. The
-    last pass also sums gradients over the copies. With `unsharded`, gradients stay on each rank until the last pass.
+    With `accumulate: sharded`, each pass reduces and scatters the gradients among the ranks of a model copy, and the
+    last pass sums them over the copies. With `unsharded`, gradients stay on each rank until the last pass.
     """
     if not isinstance(model, FSDPModule):
         return
@@ -254,38 +245,31 @@ def next_micro_batch(model: nn.Module, layout: Layout, last: bool) -> None:
 
 
 def groups(model: nn.Module) -> list[FSDPModule]:
-    """Return the modules whose parameters FSDP gathers together: layers and model. Without FSDP, the list is empty."""
+    """Return the modules to which FSDP was applied: the layers and the model. Without FSDP, the list is empty."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
 def reshard(model: nn.Module) -> None:
-    """Free all gathered parameters, so that each rank again has only its shards.
+    """Free all gathered parameters, so that each rank has only its shards.
 
-    After a forward pass without a backward pass, the parameters outside layers are still gathered copies, which the
-    optimizer does not update.
+    After a forward pass without a backward pass, the root is still a gathered copy, which an optimizer does not change.
     """
     for module in groups(model):
         module.reshard()
 
 
 IDLE = encode("G" * 62)
-"""The model's input on a rank that has nothing to compute: 64 tokens, which several ranks can divide among them."""
+"""The model's input on a rank that has nothing to compute: 64 tokens, so that several ranks can divide them."""
 
 
 @contextmanager
 def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
-    """A `with` block in which each rank may call a sharded model or its trunk any number of times, without gradients.
+    """Let each rank call a sharded model or its trunk any number of times, without gradients, in a `with` block.
 
     Every rank must take part in each forward pass of a sharded model, because each pass gathers the parts of all ranks.
-    But ranks need different numbers of passes: some baselines call the model once for a record, others twenty times.
-    So a rank that has nothing left to compute joins the passes of the other ranks with a few tokens.
-
-    On each rank, the block ends when all ranks have reached the end of the block. Ranks that compute layers together
-    must make the same calls. Every call runs all layers.
-
-    Args:
-        model: a model that `shard` has divided. Its method `forward(batch, substitute)` must call `substitute`.
-        ranks: the ranks of the run. The time-out `ranks.timeout` limits how long a rank waits for the other ranks.
+    So a rank that has reached the end of the block joins the passes of the other ranks with a few tokens. The block
+    ends when all ranks have reached its end. Ranks that compute layers together must make the same calls. The model's
+    method `forward(batch, substitute)` must call `substitute`.
     """
     trunk, inside, idle = trunk_of(model), False, False
 
@@ -303,7 +287,7 @@ def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
         inside = False
 
     def through_model(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Call the trunk inside a call of the model: only the model's call gathers the parameters outside layers."""
+        """Call the trunk inside a call of the model, because only the model's call gathers the root."""
         return call(*args, **options) if inside else model(args[0], lambda: call(*args, **options))
 
     # FSDP gathers parameters in a hook. All ranks must know of a forward pass before this hook runs.
@@ -325,7 +309,7 @@ def shared_calls(model: nn.Module, ranks: World) -> Iterator[None]:
 
 
 def free_layers(model: nn.Module) -> None:
-    """From now on, free each layer's gathered weights after the layer's forward pass, whatever the strategy says."""
+    """Free each layer's gathered weights after its forward pass from now on, for every strategy."""
     for layer in model.layers:  # type: ignore[union-attr]
         for group in groups(layer):
             group.set_reshard_after_forward(True, recurse=False)
@@ -333,7 +317,7 @@ def free_layers(model: nn.Module) -> None:
 
 
 def ties(model: nn.Module) -> list[list[str]]:
-    """Return a list of names for each parameter that has several names, such as ESM-2's embedding and LM head."""
+    """Return the lists of names that share one parameter, such as the names of ESM-2's embedding and LM head."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -341,17 +325,17 @@ def ties(model: nn.Module) -> list[list[str]]:
 
 
 def check_ties(model: nn.Module, expected: list[list[str]]) -> None:
-    """Raise `AssertionError` if the names in one of the lists `expected` no longer share a parameter.
+    """Raise `AssertionError` if the names in a list of `expected` no longer share a parameter.
 
-    Names stop sharing a parameter if FSDP gathers them in two modules; not every release of torch raises an error. Each
-    name then has a separate copy, or the last rank's rows are never updated.
+    This happens if FSDP gathers the names in two modules. Not every release of torch raises an error, and then each
+    name has a separate copy, or the last rank's rows are never updated.
     """
     lost = [names for names in expected if names not in ties(model)]
-    assert not lost, f"{' and '.join(lost[0])} were shared and are now apart; keep them in one FSDP group"
+    assert not lost, f"{' and '.join(lost[0])} no longer share a parameter; keep them in one FSDP module"
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the trainable parameters by name. A parameter with several names is listed only under its first name."""
+    """Return the trainable parameters by name. A parameter with several names is listed under its first name only."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -361,7 +345,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copies(tensor: torch.Tensor) -> int:
-    """Return how many ranks, including this rank, have the same part of a tensor as this rank."""
+    """Return how many ranks, including this rank, have the same part of a tensor."""
     if not isinstance(tensor, DTensor):
         return 1
     sizes = (tensor.device_mesh.size(n) for n, placed in enumerate(tensor.placements) if placed.is_replicate())

@@ -1,26 +1,23 @@
 """Tensor parallelism: a few neighbouring ranks compute each layer together (Shoeybi et al. 2019, arXiv:1909.08053).
 
-The ranks of a group divide the attention heads with their projections, and the columns of the feed-forward part. For
-norms and the residual stream, they divide the tokens of the pack (a batch of whole sequences end to end): each rank has
-all D numbers of its own tokens (Korthikanti et al. 2022, arXiv:2205.05198). So a layer communicates four times in the
-forward pass:
+Each rank computes some attention heads, and some columns of the feed-forward part, for all tokens of the pack (a batch
+of whole sequences end to end). For norms and the residual stream, each rank computes only its own tokens (Korthikanti
+et al. 2022, arXiv:2205.05198). So a layer communicates four times in the forward pass:
 
     norm of own tokens -> gather tokens -> own heads    -> sum over ranks, scatter tokens -> add to own tokens
     norm of own tokens -> gather tokens -> own columns  -> sum over ranks, scatter tokens -> add to own tokens
 
 In the backward pass, each gather becomes a sum and scatter, and each sum and scatter becomes a gather. Every rank
 computes embedding, last norm, LM head and task head for all tokens, so tasks do not depend on tensor parallelism. FSDP
-also shards the parameters of these modules over the ranks, and sums their gradients. Each rank has the gradient of the
-embedding for its own tokens, and 1/N of the gradients of the outputs. `context_parallel` divides tokens the same way.
+shards these modules over all ranks, and sums their gradients. Each rank has the gradient of the embedding for its own
+tokens, and 1/N of the gradients of the outputs. `context_parallel` divides tokens the same way.
 
-Parameters of layers are DTensors over the mesh dimension `tensor`. FSDP then shards these parameters over the other
-dimensions. So names, shapes and checkpoints are the same as in one process. A layer computes with this rank's parts as
-plain tensors (`torch.func.functional_call`).
+Parameters of layers are DTensors over the mesh dimension `tensor`, and FSDP shards them over the other dimensions. So
+names, shapes and checkpoints are the same as in one process. A layer computes with this rank's parts as plain tensors.
 
-torch's own `parallelize_module` (styles `SequenceParallel`, `ColwiseParallel` and `RowwiseParallel`, torch 2.13) needs
-parts with equal numbers of tokens: five tokens on two ranks raise an error. But packs have any number of tokens. Here
-`DTensor.redistribute` does all communication and computes its gradients. `esmshard.batch` explains the letters of
-tensor names; R is the number of this rank's tokens.
+torch's function `parallelize_module` (torch 2.13) needs equal numbers of tokens on all ranks, but packs have any number
+of tokens. Here `DTensor.redistribute` communicates and computes the gradients. `esmshard.batch` explains the letters
+of tensor names; R is the number of this rank's tokens.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -40,24 +37,20 @@ from esmshard.model.trunk import Pack, Trunk
 
 Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
-"""The type of a function that takes the `forward` method of a module and returns a changed `forward`."""
+"""A function that gets the `forward` method of a module, and returns a changed `forward`."""
 DIMENSION = "tensor"
-"""The name of the dimension of the device mesh over which layers are divided. This is the last dimension, so the ranks
-that divide a layer are neighbours."""
+"""The last dimension of the device mesh. Its ranks divide each layer, and are neighbours."""
 SMALL = 2**20
-"""The maximum size of a small parameter, in numbers. One collective sums the gradients of all small parameters."""
+"""The maximum size of a small parameter. One collective sums the gradients of all small parameters of a layer."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
-"""The names of the norm modules in a block after which each rank gathers the tokens of all ranks."""
+"""The norms of a block after which each rank gathers the tokens of all ranks."""
 
 
 class Rows(Pack):
-    """The collectives for the tokens of a pack (a batch), among the ranks that compute layers together.
+    """Exchanges the tokens of a pack among the ranks of the one-dimensional `mesh`, which compute layers together.
 
     The backward passes of `all`, `all_heads` and `sum_of_parts` sum gradients over the ranks. This is right, because
     each rank computes a part of the later results, or has 1/N of the gradient of a result that all N ranks compute.
-
-    Args:
-        mesh: a one-dimensional mesh of these ranks.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -68,12 +61,12 @@ class Rows(Pack):
 
     @property
     def place(self) -> slice:
-        """The indices of this rank's tokens in the pack. The ranks divide the tokens of a pack like `torch.chunk`."""
+        """The indices of this rank's tokens in the pack. The ranks divide the tokens like `torch.chunk`."""
         each = -(-self.tokens // self.size)
         return slice(min(each * self.rank, self.tokens), min(each * (self.rank + 1), self.tokens))
 
     def own(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Return the rows [R, D] of this rank's tokens from a tensor [T, D] that every rank has computed."""
+        """Select the rows [R, D] of this rank's tokens in a tensor [T, D] that every rank has computed."""
         self.tokens = len(x_TD)
         return x_TD[self.place].clone()  # a view would keep the tokens of all ranks in memory
 
@@ -84,51 +77,47 @@ class Rows(Pack):
         return whole.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
 
     def summed(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Sum the tensors [T, D] of all ranks, and return the rows [R, D] of the sum for this rank's tokens."""
-        return self._changed(y_TD, Partial(), Shard(0)).to_local()
+        """Sum the tensors [T, D] of all ranks, and return the sum's rows [R, D] for this rank's tokens."""
+        return self._redistributed(y_TD, Partial(), Shard(0)).to_local()
 
     def sum_of_parts(self, y_T1: torch.Tensor) -> torch.Tensor:
         """Sum the tensors [T, 1] of all ranks, and return the sum on every rank."""
-        return self._changed(y_T1, Partial(), Replicate()).to_local(grad_placements=[Partial()])
+        return self._redistributed(y_T1, Partial(), Replicate()).to_local(grad_placements=[Partial()])
 
     def all_heads(self, q_THK: torch.Tensor) -> torch.Tensor:
-        """Return the queries or keys of all heads, [T, H, K]. The argument `q_THK` holds only this rank's heads."""
-        return self._changed(q_THK, Shard(1), Replicate()).to_local(grad_placements=[Partial()])
+        """Gather queries or keys of this rank's heads, and return them for all heads, [T, H, K]."""
+        return self._redistributed(q_THK, Shard(1), Replicate()).to_local(grad_placements=[Partial()])
 
-    def _changed(self, x: torch.Tensor, before: Placement, after: Placement) -> DTensor:
+    def _redistributed(self, x: torch.Tensor, before: Placement, after: Placement) -> DTensor:
         return DTensor.from_local(x, self.mesh, [before], run_check=False).redistribute(placements=[after])
 
 
 def trunk_of(model: nn.Module) -> Trunk:
-    """Return the `Trunk` (the language model) that a model contains. The model may itself be a `Trunk`."""
+    """Return the `Trunk` (the language model) in a model. The model may itself be a `Trunk`."""
     return next(module for module in model.modules() if isinstance(module, Trunk))
 
 
 def divide_tokens(model: nn.Module, rows: Rows) -> None:
-    """Change a model in place, so that its blocks compute this rank's tokens, and other modules compute all tokens."""
+    """Change a model in place, so that its blocks compute only this rank's tokens."""
     trunk_of(model).pack = rows
 
-    def count(_module: nn.Module, _given: object, outputs: Any) -> None:
-        """Divide the gradients of the model's outputs by N, because each of N ranks computes all outputs."""
+    def divide_gradients(_module: nn.Module, _given: object, outputs: Any) -> None:
+        """Divide the gradients of the outputs by N, because each of N ranks computes all outputs."""
         for output in outputs if isinstance(outputs, list) else ():
             if output.requires_grad:
                 output.register_hook(lambda gradient: gradient / rows.size)
 
-    model.register_forward_hook(count)
+    model.register_forward_hook(divide_gradients)
 
 
 def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
-    """Divide the layers of a model over the ranks of `mesh`, in place. Call this before torch's `fully_shard`.
+    """Divide the layers of a model over the ranks of `mesh`, in place. Call this function before torch's `fully_shard`.
 
-    Every parameter of a layer becomes a DTensor over `mesh`. Matrices in `ModelConfig.matrices` are divided, and most
-    other parameters are whole on each rank. Parameters outside the layers do not change.
-
-    Args:
-        model: a `Trunk` or a module that contains one, preferably on the meta device, after `layout.check_tensor`.
-        mesh: the dimension `tensor` of the device mesh.
+    The model must contain a `Trunk` whose sizes have passed `layout.check_tensor`. Every parameter of a layer becomes a
+    DTensor over `mesh`. The ranks divide the matrices in `ModelConfig.matrices`.
 
     Returns:
-        For each layer, a function that changes the layer's `forward`, so that it computes with this rank's parts.
+        A function for each layer, which changes the layer's `forward` so that it computes with this rank's parts.
     """
     trunk, rows = trunk_of(model), Rows(mesh)
     divide_tokens(model, rows)
@@ -140,8 +129,7 @@ def computing_with(
 ) -> Forward:
     """Return a function like the module's `forward` that computes with other tensors instead of the parameters.
 
-    The function `tensors_of` gets the parameters by name, and returns the other tensors by name. A parameter without
-    another tensor is used itself.
+    `tensors_of` gets the parameters by name, and returns the other tensors by name. It may leave out parameters.
     """
     callee = nn.Module()  # `functional_call` calls a module, and `module` itself would call this function again
     callee.module, callee.forward = module, forward  # type: ignore[method-assign]
@@ -171,32 +159,28 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
         norm.register_forward_hook(lambda _module, _given, x_RD: rows.all(x_RD))
     attention = block.get_submodule("self_attn")
     assert isinstance(attention, SelfAttention)
-    attention.core = _AttentionOfOwnHeads(rows)
+    attention.core = _TensorAttention(rows)
     for name in ("q_norm", "k_norm"):
         if (full_norm := getattr(attention, name)) is not None:
-            norm = NormOfWidth(full_norm, rows)
+            norm = DividedNorm(full_norm, rows)
             _place(norm, rows.mesh, Shard(0), None)
             setattr(attention, name, norm)
-    return partial(computing_with, block, partial(_own_parts, summed if rows.rank else ()))
+    return partial(computing_with, block, partial(_local_parts, summed if rows.rank else ()))
 
 
 def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placement | None) -> None:
-    """Replace the weight and the bias of one module by DTensors. If `bias` is None, each rank has the whole bias."""
+    """Replace the weight and the bias of a module by DTensors. If `bias` is None, each rank has the complete bias."""
     for name, parameter in list(module.named_parameters(recurse=False)):
         placement = weight if name == "weight" else bias or Replicate()
         whole = distribute_tensor(parameter.data, mesh, [placement], src_data_rank=None)
         setattr(module, name, nn.Parameter(whole, requires_grad=parameter.requires_grad))
 
 
-def _own_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
-    """Return this rank's parts of the parameters of a layer as plain tensors, by name.
+def _local_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
+    """Return this rank's parts of a layer's parameters as plain tensors, by name.
 
-    If each rank has a whole parameter, each rank computes a part of the gradient, and the parts are summed. A layer has
-    six such norms and biases, and six such LoRA matrices. One collective sums the gradients of all small parameters.
-
-    Args:
-        zero: the names of biases that this rank sets to zero, because only the first rank adds them to a sum.
-        parameters: the parameters of the layer, by name.
+    If a parameter is not divided, each rank computes a part of its gradient, and the backward pass sums the parts. This
+    rank sets the biases `zero` to zero, because only the first rank adds them.
     """
     tensors = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     parts = {name: tensor.to_local() for name, tensor in tensors.items()}
@@ -217,7 +201,7 @@ def _gradient_summed(x: torch.Tensor, mesh: DeviceMesh) -> torch.Tensor:
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False).to_local(grad_placements=[Partial()])
 
 
-class _AttentionOfOwnHeads(PackedAttention):
+class _TensorAttention(PackedAttention):
     """Computes the attention of this rank's heads, for all tokens."""
 
     def __init__(self, rows: Rows) -> None:
@@ -225,10 +209,10 @@ class _AttentionOfOwnHeads(PackedAttention):
         self.whole = rows.all_heads  # type: ignore[method-assign]
 
 
-class NormOfWidth(nn.LayerNorm):
-    """A LayerNorm over the width D of the model. Each rank has only the columns that belong to its attention heads.
+class DividedNorm(nn.LayerNorm):
+    """Computes a LayerNorm over the model's width D, when each rank has only the columns of its attention heads.
 
-    For each token, the ranks exchange two numbers: a sum, and then a sum of squares. A gather would send D numbers.
+    For each token, the ranks exchange a sum and a sum of squares. A gather would send D numbers.
     """
 
     def __init__(self, norm: nn.LayerNorm, rows: Rows) -> None:
@@ -236,7 +220,7 @@ class NormOfWidth(nn.LayerNorm):
         self.weight, self.rows = norm.weight, rows
 
     def forward(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Return the normalised y, in the same shape [T, D / N], in fp32 or fp64."""
+        """Return the normalised columns [T, D / N] in fp32 or fp64."""
         with torch.autocast(y_TD.device.type, enabled=False):
             width = y_TD.shape[1] * self.rows.size
             dtype = torch.promote_types(y_TD.dtype, torch.float32)

@@ -1,12 +1,12 @@
 """Watches the ranks of a run: finds lost and stuck ranks, measures each step, and records profiles.
 
-If a rank is lost, the other ranks wait in a collective. The collective's error says at best that a connection was lost.
-So each rank writes a short status (a "note") to the key-value store every second: a count, its step and its phase. A
-rank also writes its errors. A rank whose count has stopped is gone or suspended. A rank is stuck if its count goes on
-without an error, while collectives of other ranks time out. The message names the rank, its host, last step and phase.
+If a rank is lost, the other ranks wait in a collective, whose error does not name the lost rank. So each rank writes a
+short status (a "note") to the key-value store every second: a count, its step and its phase. A rank also writes its
+errors there. A rank whose count has stopped is gone or suspended. A rank is stuck if its count grows while collectives
+of other ranks time out. The message names the rank, its host, its last step and its phase.
 
-Each step has one small collective for losses and norms. This collective also sends `Watch.numbers`, so watching needs
-no further collective. `Watch.report` returns a line for metrics.jsonl (docs/watching.md) and messages to print.
+The collective that exchanges losses and norms in each step also sends `Watch.numbers`. `Watch.report` returns a line
+for metrics.jsonl (docs/watching.md) and messages to print.
 """
 
 import json
@@ -37,24 +37,22 @@ from esmshard.parallel.process_group import World
 T = TypeVar("T")
 
 BEAT = 1.0
-"""How many seconds pass between two status notes of a rank. A thread sends the notes. Notes of the main thread in each
-phase of each step took 3% of a small model's time.
-"""
+"""How many seconds pass between two notes of a rank. A thread sends the notes, because notes that the main thread sent
+in each phase took 3% of a small model's time."""
 ROLL_CALL = 10.0
-"""How many seconds a rank may take to report its error or to send another note, before it counts as silent or stuck."""
+"""How many seconds a rank may take to report its error or to send another note, before it counts as lost or stuck."""
 STORE_SILENCE = 40.0
-"""After how many seconds without an answer the key-value store counts as gone. If the machine of the store loses
-its network, the connection stays open.
-"""
+"""How many seconds the key-value store may take to answer, before it counts as gone. If its machine loses the network,
+the connection stays open."""
 WINDOW = 20
-"""The number of steps over which a rank's median wait for data is measured, before a message may call the rank slow."""
+"""The number of steps over which `Watch` measures a rank's median wait for data, before a message calls it slow."""
 LEAST = 0.03
-"""How many seconds longer than other ranks a rank must wait for data to count as slow. Random delays are shorter."""
+"""A rank counts as slow if it waits at least this many seconds longer for data than other ranks."""
 LISTED = 64
 """With at most this number of ranks, metrics.jsonl lists the values of each rank."""
 
 WARM_UP = 2
-"""How many steps run before the first step in a profile. The profiler and the allocator start in these steps."""
+"""How many steps run before the first recorded step of a profile, so that the profiler and the allocator can start."""
 OPERATIONS = 15
 """The number of rows in the table of operations that a profile returns."""
 
@@ -62,21 +60,21 @@ _LOST = re.compile(r"gloo|nccl|timed out|timeout|connection (closed|reset|refuse
 
 
 class Stuck(RuntimeError):
-    """Says that the GPU did not finish its work within the time-out, or that another rank has lost a connection."""
+    """Is raised if the GPU does not finish its work within the time-out, or if another rank has lost a connection."""
 
 
 def is_lost(error: BaseException) -> bool:
-    """Return whether a lost rank may have caused this error. For a plain RuntimeError, the words of its text decide."""
+    """Return whether a lost rank may have caused this error. For a plain RuntimeError, its text decides."""
     return isinstance(error, (Stuck, dist.DistError)) or (
         isinstance(error, RuntimeError) and bool(_LOST.search(str(error)))
     )
 
 
 def recorder_settings(dumps: Path) -> dict[str, str]:
-    """Return environment variables for torch. They make torch record the last collectives of each rank. If a collective
-    times out, torch writes the records to the files `rank_0`, `rank_1`, ... in the directory `dumps`.
+    """Return environment variables (torch 2.9 or later) that make torch record the last collectives of each rank.
 
-    torch reads the variables when the process group is created. The names are valid from torch 2.9 on.
+    torch reads the variables when it creates the process group. If a collective times out, torch writes the records to
+    the files `rank_0`, `rank_1`, ... in the directory `dumps`.
     """
     return {
         "TORCH_FR_BUFFER_SIZE": "2000",
@@ -88,13 +86,10 @@ def recorder_settings(dumps: Path) -> dict[str, str]:
 class Control:
     """Sends the status of this rank every second, and finds lost ranks. In a single process, a `Control` does nothing.
 
-    Put `with Control(...) as control:` around all code in which a rank can get stuck. If a connection is lost or a
-    collective times out, the block raises a `LostProcess` that names the lost rank, or the error of the rank that
-    ended. Other errors are raised unchanged, and all other ranks report the error with the number of this rank.
-
-    Args:
-        world: all ranks of the run. Each rank must create a `Control`.
-        dumps: the directory for files about NCCL's last collectives (see `recorder_settings`), created for GPUs.
+    Each rank must put `with Control(...) as control:` around all code in which a rank can get stuck. If a connection
+    is lost or a collective times out, the block raises a `LostProcess` that names the lost rank, or the error with
+    which another rank ended. The block raises other errors unchanged, and reports them to the other ranks.
+    `dumps` is as in the function `recorder_settings`.
     """
 
     def __init__(self, world: World, dumps: Path) -> None:
@@ -137,7 +132,7 @@ class Control:
         return str(self._store.get(f"host/{rank}").decode()) if self._store is not None else socket.gethostname()
 
     def note(self, phase: str, step: int | None = None) -> None:
-        """Set the phase that this rank reports, such as `validating`, and the step, from 1. None keeps the step."""
+        """Set the phase that this rank reports, such as `validating`, and its step, from 1. None keeps the step."""
         self._place = (self._place[0] if step is None else step, phase)
 
     def _keep_sending(self) -> None:
@@ -153,8 +148,8 @@ class Control:
     def wait_for_device(self) -> None:
         """Wait until the GPU has finished. Raises `Stuck` after the time-out, or if another rank has lost a connection.
 
-        A collective on a GPU returns at once. The next read of a number from the GPU waits for the collective, and only
-        NCCL ends this wait, by ending the process.
+        Without this method, the next read of a number from the GPU would wait for a stuck collective until NCCL ends
+        the process without a message.
         """
         if self._store is None or self._world.device.type != "cuda":
             return
@@ -184,8 +179,8 @@ class Control:
             except dist.DistError as error:
                 answer.set_exception(error)
 
-        # If the process with the store is stopped, a request to the store may never end, whatever the time-out. This
-        # rank then abandons the thread after `STORE_SILENCE` seconds.
+        # If the process with the store is suspended, a request to the store may never end, in spite of its time-out.
+        # This rank then abandons the thread after `STORE_SILENCE` seconds.
         threading.Thread(target=ask, name="roll-call", daemon=True).start()
         try:
             code, sentence, speaker = answer.result(STORE_SILENCE)
@@ -193,8 +188,8 @@ class Control:
             code, speaker = ExitCode.LOST, rank
             sentence = (
                 f"rank 0 or the launcher on its machine ({os.environ.get('MASTER_ADDR', 'unknown')}), or the network "
-                f"to it, is gone in {_at(self._place)}, and with it the store; look at the last messages of that "
-                "machine, then start again with --resume auto"
+                f"to it, is gone in {_at(self._place)}, and with it the store; read the last messages of that machine, "
+                "then start again with --resume auto"
             )
         if code == ExitCode.REQUEUE:
             return Preempted(sentence)
@@ -203,14 +198,11 @@ class Control:
         if error.shared:
             time.sleep(1)  # the rank that prints must end first, because launchers end all ranks when one rank ends
         elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(3)  # this process holds the store, and ranks that get an error later must read the verdict
+            time.sleep(3)  # other ranks must read the verdict before this process ends, which has the store
         return error
 
     def _roll_call(self, words: str) -> tuple[int, str, int]:
-        """Return the exit code, the message, and the rank that prints the message.
-
-        The first rank with a result writes the result to the key-value store, and the other ranks return this result.
-        """
+        """Return the exit code, the message, and the rank that prints it. All ranks return the same result."""
         ranks = range(self._world.size)
         self._store.set("call", "")
         self._report(ExitCode.LOST, "")
@@ -225,19 +217,19 @@ class Control:
         # The most important cause is a user's mistake, then a request to stop, then a crash.
         order, codes = (ExitCode.USAGE, ExitCode.FAILED, ExitCode.REQUEUE), [code for code, _ in causes.values()]
         code = next((code for code in order if code in codes), ExitCode.LOST)
-        waited = f"the others waited {self._world.timeout} s for it; " if "timed out" in words.lower() else ""
+        waited = f"the other ranks waited {self._world.timeout} s; " if "timed out" in words.lower() else ""
         again = "start again with --resume auto"
         if causes:
             sentence = "; ".join(f"{self._named([rank], 'ended in')}: {why}" for rank, (_, why) in causes.items())
         elif silent:
             sentence = (
-                f"{self._named(silent, 'is gone or does not answer, last heard of in')}; {waited}look at that machine "
+                f"{self._named(silent, 'is gone or does not answer, last heard of in')}; {waited}check that machine "
                 f"(out of memory, perhaps), then {again}"
             )
         elif missing and waited:
             sentence = (
-                f"{self._named(missing, 'is stuck, last heard of in')}; {waited}look at that machine, then {again}, or "
-                "allow more (parallel.step_timeout)"
+                f"{self._named(missing, 'is stuck, last heard of in')}; {waited}check that machine, then {again}, or "
+                "raise parallel.step_timeout"
             )
         else:
             where = f"rank {self._world.rank}: {words}"
@@ -252,7 +244,6 @@ class Control:
         return f"{', '.join(names)}{more} {verb} {_at(self._noted(ranks[0])[1:])}"
 
     def _noted(self, rank: int) -> tuple[int, int, str]:
-        """Return the count, the step and the phase that a rank last wrote to the key-value store."""
         if not self._store.check([f"note/{rank}"]):
             return -1, 0, "not even started"
         count, step, phase = json.loads(self._store.get(f"note/{rank}"))
@@ -265,16 +256,10 @@ def _at(place: tuple[int, str]) -> str:
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:
-    """Check that the ranks have different records in the first training step, or the same records if the ranks compute
-    layers together. With wrong records the loss would fall, too, so nobody would notice.
+    """Check that ranks have different records in the first step, or equal records if they compute layers together.
 
-    Args:
-        world: all ranks of the run.
-        digests: a function that reads this rank's records of the first step, and returns the record ids by digest.
-
-    Raises:
-        InputError: on all ranks, if a rank cannot read its records, if two ranks have the same record, or if ranks that
-            compute layers together have different records.
+    Without this check, nobody would notice wrong records, because the loss would fall too. `digests` reads this rank's
+    records of the first step, and returns the record ids by digest. Raises `InputError` on all ranks.
     """
     owners: dict[bytes, int] = {}
     shares = world.gather(world.agree(digests))
@@ -284,7 +269,7 @@ def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) 
             shared = [(owners.setdefault(digest, rank), record_id) for digest, record_id in share.items()]
             wrong = [(owner, "the same records", record_id) for owner, record_id in shared if owner != rank]
         else:
-            what = "different records, though parallel.tensor or context lets them compute each layer together"
+            what = "different records, but with parallel.tensor or context they need the same records"
             wrong = [(first, what, record_id) for _, record_id in share.items() ^ shares[first].items()]
         for owner, what, record_id in wrong:
             error = InputError(
@@ -296,32 +281,24 @@ def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) 
 
 
 class Numbers(NamedTuple):
-    """The measurements of one rank in one training step. NaN stands for a value that is not known."""
+    """Measurements of one rank in one training step. An unknown value is NaN."""
 
     residues: float
     ideal_s: float
-    """How many seconds the device would need for the FLOPs of the model in this step, at its peak FLOP/s."""
+    """The FLOPs of the model in this step, divided by the device's peak FLOP/s."""
     gradients_s: float
-    """How many seconds passed from the beginning of the step until this rank had computed all gradients."""
+    """The seconds from the beginning of the step until this rank had computed all gradients."""
     data_wait_s: float
     peak_memory_bytes: float
-    """The maximum memory in use so far, in bytes. On a GPU this is the allocated GPU memory, on a CPU the memory of the
-    process.
-    """
+    """The maximum memory so far: on a GPU the allocated GPU memory, on a CPU the memory of the process."""
     reserved_memory_bytes: float
-    """The maximum GPU memory that torch's allocator has reserved so far, in bytes; NaN on a CPU."""
+    """The maximum GPU memory that torch's allocator has reserved so far; NaN on a CPU."""
     allocation_retries: float
     """How many times so far torch's allocator had to release all its free GPU memory to make an allocation."""
 
 
 class Watch:
-    """Measures the training steps of this rank.
-
-    Args:
-        world: all ranks of the run.
-        control: the `Control` of this rank, which knows the hosts of all ranks and reports the phase of this rank.
-        peak: the peak FLOP/s of this device at the precision of the run; None if the peak is unknown.
-    """
+    """Measures the training steps of this rank. `peak` is the device's peak FLOP/s, or None if it is unknown."""
 
     def __init__(self, world: World, control: Control, peak: float | None = None) -> None:
         self._world, self._control, self._peak = world, control, peak
@@ -332,12 +309,10 @@ class Watch:
         self._full: set[int] = set()
 
     def begin_step(self, step: int, residues: int, flops: float) -> None:
-        """Begin to measure a training step. Call this right before the first batch of the step is requested.
+        """Begin to measure a training step (from 1). Call this method before you request the first batch of the step.
 
-        Args:
-            step: the number of the step, counted from 1.
-            residues: the number of residues that this rank computes in this step, without dummy micro-batches.
-            flops: the FLOPs of the model for these residues in forward and backward pass, without recomputation.
+        `residues` is this rank's number of residues, without dummy micro-batches. `flops` are the model's FLOPs for
+        these residues, without recomputation.
         """
         self._control.note("computing", step)
         self._residues, self._flops, self._data_wait = residues, flops, 0.0
@@ -360,30 +335,26 @@ class Watch:
             yield batch
 
     def wait_for_device(self) -> None:
-        """Wait until the device has finished, before numbers of a step are read; see `Control.wait_for_device`."""
+        """Wait until the device has finished; see `Control.wait_for_device`."""
         self._control.wait_for_device()
 
     def numbers(self) -> list[float]:
-        """Return the values for the fields of `Numbers` on this rank. Call this when all gradients are computed."""
+        """Return the values of `Numbers` for this rank. Call this method when all gradients are computed."""
         seconds = time.perf_counter() - self._began
         ideal_s = math.nan if self._peak is None else self._flops / self._peak
         self._control.note("waiting for the other ranks")
         return [self._residues, ideal_s, seconds, self._data_wait, *_memory(self._world.device)]
 
     def report(self, rows: Sequence[Sequence[float]]) -> tuple[dict[str, Any], list[str]]:
-        """Return the entries of metrics.jsonl for a step, and new messages. Every rank calls this after the step.
+        """Return a step's entries for metrics.jsonl, and new messages. Every rank calls this method after the step.
 
-        The entry `mfu` is the model FLOPs utilisation of Chowdhery et al. (2022, PaLM, appendix B): the FLOPs that the
-        model needs, divided by the FLOPs that the devices could do at their peak in the time of the step.
-
-        Args:
-            rows: the results of the method `numbers` of all ranks, in rank order.
+        `mfu` is the model FLOPs utilisation (Chowdhery et al. 2022, PaLM, appendix B): the model's FLOPs, divided by
+        the FLOPs that the devices could do at their peak in the step's time. `rows` are the `numbers` of all ranks.
         """
         ranks = [Numbers(*row) for row in rows]
         self._control.note("done")
         self._recent.append(ranks)
-        # Take the longest time: a rank that began the step late measures a shorter step than ranks that waited for this
-        # rank in a collective.
+        # Take the longest time, because a rank that began the step late measures a shorter time.
         seconds = max(time.perf_counter() - self._began, *(rank.gradients_s for rank in ranks))
         of_ranks = {
             "residues_per_s": [rank.residues / seconds for rank in ranks],
@@ -402,10 +373,9 @@ class Watch:
         return line, [*self._slow_ranks(), *self._full_ranks(ranks)]
 
     def _slow_ranks(self) -> Iterator[str]:
-        """Yield a message for each rank that waits for data longer than other ranks, and did not in the last step."""
         if len(self._recent) < WINDOW:
             return
-        # Use the median, because a single delay, such as a first use of the disk, does not make a rank slow.
+        # Use the median, because a single delay does not make a rank slow.
         waits = [median(step[rank].data_wait_s for step in self._recent) for rank in range(self._world.size)]
         least = max(LEAST, 0.1 * median(rank.gradients_s for step in self._recent for rank in step))
         others = [median([*waits[:rank], *waits[rank + 1 :]] or waits) for rank in range(self._world.size)]
@@ -413,12 +383,11 @@ class Watch:
         for rank in sorted(slow - self._slow):
             yield (
                 f"rank {rank} (host {self._control.host(rank)}) waits for data, and all wait for it: {waits[rank]:.3g} "
-                f"s a step, against {others[rank]:.3g} s on the others; look at that machine's disk and other programs"
+                f"s per step, but {others[rank]:.3g} s on the other ranks; check that machine's disk and other programs"
             )
         self._slow = slow
 
     def _full_ranks(self, ranks: Sequence[Numbers]) -> Iterator[str]:
-        """Yield a message about each rank whose allocator had to retry. In the whole run, a rank gets one message."""
         full = {rank for rank, numbers in enumerate(ranks) if numbers.allocation_retries > 0}
         for rank in sorted(full - self._full):
             yield (
@@ -434,14 +403,13 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _number(value: float) -> float | None:
-    """Round a number that is not whole to four digits. Return None for NaN and infinity, which JSON does not have."""
+    """Round a fraction to four digits. Return None for NaN and infinity, which JSON does not have."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) else float(f"{value:.4g}")
 
 
 def _memory(device: torch.device) -> tuple[float, float, float]:
-    """Return the values for the last three fields of `Numbers`, which are about the memory of this rank."""
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
         names = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries")
@@ -455,34 +423,25 @@ def _memory(device: torch.device) -> tuple[float, float, float]:
 
 
 def reading() -> AbstractContextManager[Any]:
-    """Return a `with` block during which the main thread waits for data. A profile of torch shows this wait."""
+    """Mark, in a `with` block, that the main thread waits for data. torch's profile shows this wait."""
     return record_function("esmshard: data")
 
 
 @contextmanager
 def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[Callable[[], str | None]]:
-    """Record a profile of `steps` training steps, from the third step on. Each rank writes the file `rank_R.json.gz`,
-    where R is the number of the rank. A run that ends before the last recorded step writes no file.
+    """Record a profile of `steps` training steps, from the third step on. Rank R writes the file `rank_R.json.gz`.
 
     Yields a function that must be called at the end of each step. After the last recorded step, this function returns a
-    table of this rank's operations, and after other steps None.
-
-    Args:
-        world: all ranks of the run.
-        steps: the number of steps to record; 0 records nothing.
-        left: the number of steps that this run still has to do.
-        directory: the directory for the files.
-
-    Raises:
-        UsageError: if the run has too few steps left.
+    table of this rank's operations, and after other steps None. A run that ends earlier writes no file. Raises
+    `UsageError` if the `left` steps of the run are too few.
     """
     if not steps:
         yield lambda: None
         return
     if steps + WARM_UP > left:
         raise UsageError(
-            f"--profile {steps} needs {steps + WARM_UP} steps, the first {WARM_UP} to warm up, and {left} are "
-            "left; profile fewer, or raise train.steps"
+            f"--profile {steps} needs {steps + WARM_UP} steps, the first {WARM_UP} to warm up, but {left} are left; "
+            "profile fewer steps, or raise train.steps"
         )
     on_gpu, tables = world.device.type == "cuda", []
 

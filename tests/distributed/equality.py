@@ -201,9 +201,9 @@ def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int, double:
 def mistaken(path: str, mistake: str) -> dict[str, Any]:
     """Loss and gradients with layers divided over both ranks, and a mistake."""
     if mistake == "norm of own heads":
-        patch.setattr(tensor_parallel.NormOfWidth, "forward", _norm_of_own_heads)
+        patch.setattr(tensor_parallel.DividedNorm, "forward", _norm_of_own_heads)
     elif mistake == "bias of every rank":
-        patch.setattr(tensor_parallel, "_own_parts", lambda _, parameters: _own_parts((), parameters))
+        patch.setattr(tensor_parallel, "_local_parts", lambda _, parameters: _local_parts((), parameters))
     else:
         undivided = lambda model, rows: setattr(tensor_parallel.trunk_of(model), "pack", rows)  # noqa: E731
         patch.setattr(tensor_parallel, "divide_tokens", undivided)
@@ -278,7 +278,7 @@ class Counted(TorchDispatchMode):
         return found
 
 
-_own_parts = tensor_parallel._own_parts
+_local_parts = tensor_parallel._local_parts
 
 
 def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -13,7 +13,7 @@ from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES, build
 from esmshard.parallel.layout import STRATEGIES, layout
-from esmshard.parallel.load import RowsOf, materialise, own_part
+from esmshard.parallel.load import RowsOf, local_slices, materialise
 from esmshard.parallel.process_group import World, world
 from esmshard.parallel.shard import groups, local, shard
 from esmshard.recipe.sections import ParallelSettings
@@ -100,8 +100,8 @@ def as_one_of_many(name: str, size: int, settings: dict[str, Any], rank: int) ->
     state = model.state_dict()
     found = {
         "held": sum(local(p).numel() for p in model.parameters()),
-        "embedding": own_part(state["embed_tokens.weight"])[0],
-        "fc1": own_part(state[f"layers.{len(model.layers) - 1}.{'fc1' if 'esm2' in name else 'gate'}.weight"])[0],
+        "embedding": local_slices(state["embed_tokens.weight"])[0],
+        "fc1": local_slices(state[f"layers.{len(model.layers) - 1}.{'fc1' if 'esm2' in name else 'gate'}.weight"])[0],
         "groups": len(groups(model)),
     }
     torch.distributed.destroy_process_group()

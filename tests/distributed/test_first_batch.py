@@ -16,7 +16,7 @@ def test_ranks_with_the_wrong_records_are_stopped(tiny_recipe: Path, tmp_path: P
     tiny_recipe.write_text(text.replace("/run", "/again").replace("precision: fp32", "precision: fp32, tensor: 2"))
     messages = run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "a share for each")
     assert messages[0] == messages[1]
-    assert messages[0].startswith(f"{what} different records, though parallel.tensor")
+    assert messages[0].startswith(f"{what} different records, but with parallel.tensor")
 
     tiny_recipe.write_text(text.replace("/run", "/third"))
     assert run_ranks("work:first_batch", 2, tmp_path, str(tiny_recipe), "") == ["here: the first step begins"] * 2

@@ -24,7 +24,7 @@ HOST = r"\(host [^ )]+\)"
 SENTENCES = {
     "killed": rf"rank 1 {HOST} is gone or does not answer, last heard of in step 3, computing;",
     "first-killed": rf"rank 0 {HOST} is gone or does not answer, last heard of in step 3, computing;",
-    "stopped": rf"rank 2 {HOST} is gone or does not answer, last heard of in step 3, computing; the others waited",
+    "stopped": rf"rank 2 {HOST} is gone or does not answer, last heard of in step 3, computing; the other ranks waited",
     "first-stopped-with-store": r"rank 0 or the launcher on its machine \(127\.0\.0\.1\), .* is gone in step 3",
     "stuck-loader": rf"rank 2 {HOST} is stuck, last heard of in step 3, waiting for data;",
     "mistake": rf"rank 2 {HOST} ended in step 3, computing: train\.fasta:7: record 'x' is empty",

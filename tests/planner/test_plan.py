@@ -122,7 +122,7 @@ def test_where_nothing_fits_offloading_is_tried() -> None:
     assert away.fits
     assert away.memory.host == pytest.approx(16 * 2.84e9, rel=0.01)
     assert "parallel.cpu_offload=true" in found.keys
-    assert f"{away.memory.host / 2**30:.0f} GiB of the memory of each machine" in found.reason
+    assert f"{away.memory.host / 2**30:.0f} GiB of each machine's memory" in found.reason
     asked = planned("1xA100-40GB", *THREE_B, "parallel.cpu_offload=true")
     assert [o.layout.cpu_offload for o in asked.options] == [True] * 3
 
@@ -131,7 +131,7 @@ def test_settings_that_no_strategy_can_have_are_refused() -> None:
     for overrides, token in (
         (("parallel.cpu_offload=true", "parallel.accumulate=unsharded"), r"parallel\.accumulate"),
         (("parallel.tensor=3",), r"parallel\.tensor: 3 does not divide the 40 attention heads"),
-        (("parallel.tensor=2", "adapt.method=lora", "model.quantize=nf4"), "quantised matrices are whole"),
+        (("parallel.tensor=2", "adapt.method=lora", "model.quantize=nf4"), "quantised matrices cannot"),
     ):
         with pytest.raises(UsageError, match=token):
             planned("8xA100-40GB", *THREE_B, *overrides)
