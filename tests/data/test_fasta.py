@@ -186,7 +186,7 @@ def test_a_pipe_and_a_file_without_permission_are_refused(monkeypatch: pytest.Mo
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(fasta_blocks, "open_source", deny)
-    assert refused(">a\nMK\n").startswith("x.fasta: may not be read")
+    assert refused(">a\nMK\n").startswith("x.fasta: you have no permission")
 
 
 def test_a_genome_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def test_an_id_that_comes_twice_is_read_once_or_refused() -> None:
     records, notices = read(write(">a\nMK\n>b\nM\n>a x\nM K\n"))
     assert [record.id for record in records] == ["a", "b"]
     assert notices == ["a record that came twice was read once in 1 record (a)"]
-    assert refused(">a\nMK\n>b\nM\n>a\nMV\n").startswith("x.fasta: 'a' comes twice with two sequences")
+    assert refused(">a\nMK\n>b\nM\n>a\nMV\n").startswith("x.fasta: id 'a' has two different sequences")
 
 
 def test_chains_are_divided_by_a_colon() -> None:

@@ -48,7 +48,7 @@ def test_attributes_are_words_of_their_own() -> None:
     header = "Seq1 TARGET=1 TARGET=2 SET= KD=3"
     assert attributes(header, ("KD",), "x.fasta") == {"KD": "3"}, "only what is asked for is looked at"
     assert "has TARGET= twice" in refusal(header, ("TARGET",))
-    assert "has nothing after 'SET='" in refusal(header, ("SET",))
+    assert "has no value after 'SET='" in refusal(header, ("SET",))
     assert attributes("Seq1 A.B=1 AxB=2", ("A.B",), "x.fasta") == {"A.B": "1"}
 
 

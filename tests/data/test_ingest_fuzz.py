@@ -169,7 +169,7 @@ def told_apart(kept: list[Kept], on_duplicate: OnDuplicate) -> tuple[list[Kept],
         elif on_duplicate == "first":
             edits.append(("a record with the id of an earlier one and another sequence was left out", name))
         else:
-            raise Wrong(f": '{printable(name)}' comes twice with two sequences")
+            raise Wrong(f": id '{printable(name)}' has two different sequences")
     return result, edits
 
 

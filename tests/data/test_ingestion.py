@@ -194,7 +194,7 @@ def test_several_files_are_one_store_and_share_their_ids(monkeypatch: pytest.Mon
     assert ids(store) == ["b", "a", "7abc/A", "c"]
     assert store.notices[-1] == "a record that came twice was read once in 1 record (b)"
     write(">c\nMM\n>a\nMM\n", "y.fasta")
-    wanted = "'a' comes twice with two sequences"
+    wanted = "id 'a' has two different sequences"
     assert refusal(lambda: ingest(files, Path("bad"))).startswith(f"x.fasta, y.fasta: {wanted}")
     pipe(monkeypatch, b">p\nMK\n")
     assert ids(ingest([files[0], STDIN], Path("out"), workers=2)) == ["b", "a", "7abc/A", "p"]
@@ -295,7 +295,7 @@ def test_a_store_is_data_as_it_is_and_what_cannot_be_read_leaves_the_cache_empty
     ingest([write(FASTA)], Path("out"))
     assert cached(Path("out")).path == Path("out")
     Path("out/rows.npy").write_bytes(b"")
-    assert refusal(lambda: cached(Path("out"))).startswith("out/rows.npy: is not as it was written")
+    assert refusal(lambda: cached(Path("out"))).startswith("out/rows.npy: has changed since it was written")
     assert refusal(lambda: cached(Path("none.fasta"))).startswith("none.fasta: no such file")
     Path("d").mkdir()
     assert refusal(lambda: cached(Path("d"))).startswith("d: is a directory")
@@ -403,7 +403,7 @@ def test_an_id_with_two_sequences_is_an_error_and_the_first_one_is_named(monkeyp
         monkeypatch.setattr(ingestion, "SHARD", shard)
         for files, name in (([one, two], "b"), ([two, one], "a"), ([two], "a")):
             message = refusal(lambda: ingest(files, Path("out")))  # noqa: B023
-            assert message.startswith(f"{', '.join(map(str, files))}: '{name}' comes twice with two sequences")
+            assert message.startswith(f"{', '.join(map(str, files))}: id '{name}' has two different sequences")
     assert sorted(path.name for path in Path().iterdir()) == ["one.fasta", "two.gz"]
 
 
@@ -419,7 +419,7 @@ def test_ids_that_share_a_key_are_told_apart(monkeypatch: pytest.MonkeyPatch) ->
     assert len(records(store)) == 10
     assert (store.notices, store.find("a9")) == ([], None)
     again = distinct + ">a3\nMM\n>b1\nMK\n>a9\nM\n>a3\nMT\n>c\nM\n"
-    assert "'a3' comes twice" in refusal(lambda: ingest([write(again)], Path("out")))
+    assert "'a3' has two different" in refusal(lambda: ingest([write(again)], Path("out")))
     assert ids(ingest([Path("x.fasta")], Path("first"), on_duplicate="first"))[10:] == ["a9", "c"]
     suffix = ingest([Path("x.fasta")], Path("suffix"), on_duplicate="suffix")
     assert [header for header, _ in records(suffix)][10:] == ["a3_2", "b1_2", "a9", "a3_3", "c"]

@@ -194,13 +194,13 @@ def test_bad_tables_are_refused_in_one_sentence() -> None:
         ("id,sequence\n", "x.csv: has a header, but no rows"),
         ("id,sequence\na,\n", "x.csv: column 'sequence' has only empty cells"),
         ("sequence,y\n12,1\n3.5,2\n", "x.csv:2: record 'row_2' has '1' at position 1"),
-        ("id,fold\na,MKT\n", "x.csv: has no column of sequences that is known; its columns are 'id', 'fold'"),
+        ("id,fold\na,MKT\n", "x.csv: has no known sequence column; its columns are 'id', 'fold'"),
         ("sequence,mutated_sequence\nMKT,MKV\n", "x.csv: columns 'sequence' and 'mutated_sequence' may both"),
         ("id,sequence\na,MKT\n,MKV\n", "x.csv:3: column 'id' is empty"),
         ("name,accession,seq\na,b,MKT\n", "x.csv: columns 'name' and 'accession' may both be meant"),
         ("name,seq\nmy protein,MKT\n", "x.csv:2: column 'name' has 'my protein'"),
         ("id,seq\na,MKT\nb,\nc,M1T\n", "x.csv:4: record 'c' has '1' at position 2"),
-        ("id,seq\na,MKT\nb,\na,MKV\n", "x.csv: 'a' comes twice with two sequences"),
+        ("id,seq\na,MKT\nb,\na,MKV\n", "x.csv: id 'a' has two different sequences"),
         ("id,seq\na,M>KT\n", "x.csv:2: record 'a' has '>' at position 2"),
         ("id,seq\na,MKT,1,2\n", "x.csv:2: has 4 cells, but the header in line 1 has 2"),
     ):
@@ -252,4 +252,4 @@ def test_two_columns_of_chains_are_one_record() -> None:
         refusal("heavy,light,chain_a,chain_b\nM,K,M,K\n")
     )
     assert "has '2' at position 5" in refusal("heavy,light\nMKT,2\n")
-    assert "has no column of sequences that is known" in refusal("heavy,y\nMKT,2\n")
+    assert "has no known sequence column" in refusal("heavy,y\nMKT,2\n")
