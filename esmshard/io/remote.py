@@ -192,10 +192,10 @@ def exists(url: str) -> bool:
 
 @functools.cache
 def _copied(url: str, needed: bool) -> Path:
-    place, target = RemoteDirectory(url), cache_directory() / "remote" / url.replace("://", "/")
+    remote, target = RemoteDirectory(url), cache_directory() / "remote" / url.replace("://", "/")
     state = cache_directory() / "remote" / ".state" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
-    single = place.look("")
-    objects = {"": single} if single is not None else place.listing()
+    single = remote.look("")
+    objects = {"": single} if single is not None else remote.listing()
     if not objects and not needed:
         target.unlink(missing_ok=True)  # The object was removed from the bucket.
         return target
@@ -206,7 +206,7 @@ def _copied(url: str, needed: bool) -> Path:
 
         state.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(state.with_suffix(".lock")):  # Only one process of a machine copies the objects.
-            return _updated(place, target, objects, state)
+            return _updated(remote, target, objects, state)
     except OSError as error:
         raise InputError(
             f"{error.filename or target}: the copy of {url} cannot be written "
@@ -214,18 +214,18 @@ def _copied(url: str, needed: bool) -> Path:
         ) from None
 
 
-def _updated(place: RemoteDirectory, target: Path, objects: Mapping[str, Stored], state: Path) -> Path:
+def _updated(remote: RemoteDirectory, target: Path, objects: Mapping[str, Stored], state: Path) -> Path:
     try:
-        known = read_json(state)
+        copied = read_json(state)
     except (OSError, ValueError):
-        known = {}
+        copied = {}
     files = {name: target / name if name else target for name in objects}
     if unsafe := [name for name in objects if ".." in name.split("/") or name.startswith("/")]:
-        raise InputError(f"{place.url}: object {unsafe[0]!r} would lie outside the cache; rename it")
+        raise InputError(f"{remote.url}: object {unsafe[0]!r} would lie outside the cache; rename it")
 
     def is_current(name: str) -> bool:
         is_copy = files[name].is_file() and files[name].stat().st_size == objects[name].size
-        return is_copy and known.get(name) == [*objects[name]]
+        return is_copy and copied.get(name) == [*objects[name]]
 
     changed = [name for name in objects if not is_current(name)]
     if changed:
@@ -234,20 +234,20 @@ def _updated(place: RemoteDirectory, target: Path, objects: Mapping[str, Stored]
         free = shutil.disk_usage(target.parent).free
         if total > free:
             raise InputError(
-                f"{place.url}: its copy needs {size_text(total)}, but only {size_text(free)} are free in "
+                f"{remote.url}: its copy needs {size_text(total)}, but only {size_text(free)} are free in "
                 f"{target.parent}; make room, or set ESMSHARD_CACHE to another directory"
             )
-        say(f"{place.url}: is copied to {target} ({size_text(total)}); later commands use this copy")
+        say(f"{remote.url}: is copied to {target} ({size_text(total)}); later commands use this copy")
     for name in changed:
-        place.download(name, files[name])
+        remote.download(name, files[name])
         if (size := files[name].stat().st_size) != objects[name].size:
             files[name].unlink()
             raise InputError(
-                f"{place.url}/{name}: has {size:,} bytes instead of {objects[name].size:,}, since another program "
+                f"{remote.url}/{name}: has {size:,} bytes instead of {objects[name].size:,}, since another program "
                 "changed it during the copy; run the command again"
             )
-        known[name] = [*objects[name]]
-        replace_json(state, {name: known[name] for name in objects if name in known})
+        copied[name] = [*objects[name]]
+        replace_json(state, {name: copied[name] for name in objects if name in copied})
     for file in target.rglob("*") if target.is_dir() else ():
         if file.is_file() and file.relative_to(target).as_posix() not in objects:
             file.unlink()  # The bucket no longer has this object.
@@ -266,25 +266,25 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
     directory as complete. Raise `UsageError` if objects exist at the address and `overwrite` is not set. With
     `overwrite`, objects that `write` neither replaces nor removes stay.
     """
-    place, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
-    is_file, before = place.look("") is not None, place.listing()
-    if (is_file or before) and not overwrite:
+    remote, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
+    is_file, existing = remote.look("") is not None, remote.listing()
+    if (is_file or existing) and not overwrite:
         raise UsageError(f"{url}: exists already; choose another name or pass --overwrite")
     with scratch() as folder:
         out = folder / url.rpartition("/")[2]
         lists = (failures_file(out).name, chains_file(out).name)
         old = {name for name in lists if parent.look(name) is not None}
-        for name in before:  # `write` sees existing objects as empty files, so it can refuse to replace them.
+        for name in existing:  # `write` sees existing objects as empty files, so it can refuse to replace them.
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).touch()
             os.utime(out / name, ns=(1, 1))
         write(out)
-        kept = [name for name in before if (out / name).is_file() and (out / name).stat().st_mtime_ns == 1]
-        for name in kept:
+        unchanged = [name for name in existing if (out / name).is_file() and (out / name).stat().st_mtime_ns == 1]
+        for name in unchanged:
             (out / name).unlink()
         made = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         names = sorted(made, key=lambda name: (_LAST.get(name.rpartition("/")[2], 0), name == out.name, name))
-        old |= {f"{out.name}/{name}" for name in before if name not in kept}
+        old |= {f"{out.name}/{name}" for name in existing if name not in unchanged}
         try:
             parent.remove(sorted(name for name in old if name.rpartition("/")[2] in _LAST))
             for name in names:

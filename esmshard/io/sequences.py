@@ -340,22 +340,22 @@ class _Reader:
             at, rest = self._next(stream, start)
         while rest and (stop is None or at < stop):
             data = stream.read(BLOCK)
-            whole = rest + data
-            cut = _last_record(whole) if data else len(whole)
-            if cut == 0:
-                rest = whole
-                if len(whole) > LONGEST:
-                    words = re.split(rb"[\r\n]", whole[1:201], maxsplit=1)[0].split(None, 1)
-                    name = (words[0] if words else _NUMBERED % (self.line(at, whole, 0) - 1)).decode(errors="replace")
+            text = rest + data
+            end = _last_record(text) if data else len(text)
+            if end == 0:
+                rest = text
+                if len(text) > LONGEST:
+                    words = re.split(rb"[\r\n]", text[1:201], maxsplit=1)[0].split(None, 1)
+                    name = (words[0] if words else _NUMBERED % (self.line(at, text, 0) - 1)).decode(errors="replace")
                     raise InputError(
-                        f"{self._where(at, whole, 0)}: record '{shown(name)}' is longer than {LONGEST:,} bytes; "
+                        f"{self._where(at, text, 0)}: record '{shown(name)}' is longer than {LONGEST:,} bytes; "
                         "proteins are expected, not a genome"
                     )
                 continue
-            yield at, whole[:cut]
+            yield at, text[:end]
             if self._counted == at:
-                self._lines, self._counted = self._lines + _newlines(whole[:cut]), at + cut
-            at, rest = at + cut, whole[cut:]
+                self._lines, self._counted = self._lines + _newlines(text[:end]), at + end
+            at, rest = at + end, text[end:]
 
     def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
         """Return the offset of the first record, and the bytes after this offset that are already read."""

@@ -367,8 +367,8 @@ def ingest(
         store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, names, facts, edits)
         if rules.on_nucleotides == "error":
             sample_n = np.linspace(0, len(store) - 1, min(len(store), _SAMPLE)).astype(np.int64).tolist()
-            if why := nucleotides(map(store.residues, sample_n), counted(len(store), "record")):
-                raise InputError(f"{names}: {why}; translate them, or {in_a_store('--on-nucleotides keep')}")
+            if reason := nucleotides(map(store.residues, sample_n), counted(len(store), "record")):
+                raise InputError(f"{names}: {reason}; translate them, or {in_a_store('--on-nucleotides keep')}")
         for file in store.path.iterdir():
             file.rename(work / file.name)
         for directory in [path for path in work.iterdir() if path.is_dir()]:
@@ -380,15 +380,15 @@ def _pieces(fastas: Sequence[Path]) -> list[Piece]:
     """Divide the files into inputs for `read_piece` by size only, so that shards do not depend on `workers`."""
     pieces, size = [Piece([])], 0
     for number, fasta in enumerate(fastas):
-        plain, more = (False, SHARD) if fasta == STDIN else (is_plain(fasta), fasta.stat().st_size)
-        if plain and more > SHARD:
-            pieces += [Piece([number], start, start + SHARD) for start in range(0, more, SHARD)]
-        if size + more > SHARD:
+        plain, file_size = (False, SHARD) if fasta == STDIN else (is_plain(fasta), fasta.stat().st_size)
+        if plain and file_size > SHARD:
+            pieces += [Piece([number], start, start + SHARD) for start in range(0, file_size, SHARD)]
+        if size + file_size > SHARD:
             pieces.append(Piece([]))
             size = 0
-        if not plain or more <= SHARD:
+        if not plain or file_size <= SHARD:
             pieces[-1].sources.append(number)
-            size += more
+            size += file_size
     return [piece for piece in pieces if piece.sources]
 
 
@@ -401,9 +401,9 @@ def _read_pieces(
 ) -> Iterator[tuple[list[Shard], Edits]]:
     total, last = 0, time.monotonic()
 
-    def count(more: int) -> None:
+    def count(records: int) -> None:
         nonlocal total, last
-        total += more
+        total += records
         if time.monotonic() - last >= INTERVAL:
             last = time.monotonic()
             say(f"ingest: {total:,} records")
@@ -506,16 +506,16 @@ def _without_duplicates(
     dropped: dict[int, str] = {}
     renamed: dict[int, tuple[str, str]] = {}
     clash: tuple[int, str] | None = None
-    taken: set[str] = set()
+    new_ids: set[str] = set()
     for name, rows in _repeated_ids(store):
         first = store.residues(rows[0])
         for place, n in enumerate(rows[1:], 2):
             if on_duplicate == "suffix":
                 number = place
-                while f"{name}_{number}" in taken or store.find(f"{name}_{number}") is not None:
+                while f"{name}_{number}" in new_ids or store.find(f"{name}_{number}") is not None:
                     number += 1
                 renamed[n] = name, f"{name}_{number}"
-                taken.add(renamed[n][1])
+                new_ids.add(renamed[n][1])
             elif np.array_equal(first, store.residues(n)):
                 dropped[n] = READ_ONCE
             elif on_duplicate == "first":

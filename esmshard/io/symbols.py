@@ -335,10 +335,10 @@ def nucleotides(tokens: Iterable[npt.NDArray[np.uint8]], count: str) -> str | No
     counts = np.zeros(len(TOKENS), np.int64)
     for token_L in tokens:
         counts += np.bincount(token_L, minlength=len(TOKENS))
-    of = {letter: int(counts[TOKENS.index(letter)]) for letter in RESIDUES}
-    total = sum(of.values())
-    acgt = [of["A"], of["C"], of["G"], of["T"] + of["U"]]
-    share = (sum(acgt) + of["N"]) / max(total, 1)
+    count_of = {letter: int(counts[TOKENS.index(letter)]) for letter in RESIDUES}
+    total = sum(count_of.values())
+    acgt = [count_of["A"], count_of["C"], count_of["G"], count_of["T"] + count_of["U"]]
+    share = (sum(acgt) + count_of["N"]) / max(total, 1)
     if total < NUCLEOTIDE_LETTERS or share < NUCLEOTIDE_SHARE or min(acgt) < EACH_SHARE * sum(acgt):
         return None
     return (
