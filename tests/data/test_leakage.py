@@ -15,7 +15,6 @@ from esmshard.io.store import cached
 from esmshard.vocab import STANDARD, encode_residues
 
 PROTEIN = "ACDEFGHIKLMNPQRSTVWYACEG"
-"""24 residues, 20 different 5-mers."""
 
 
 def records(*sequences: str, name: str = "t") -> ComparedRecords:
