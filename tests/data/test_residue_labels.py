@@ -185,7 +185,7 @@ def test_damaged_label_files_are_refused_or_read_right(path: Path) -> None:
     lengths = dict(zip("abcdef", (3, 5, 2, 7, 4, 5), strict=True))
     store = InMemory(*(f">{name} {'M' * length}" for name, length in lengths.items()))
     read, refusals = 0, 0
-    for _ in range(400):
+    for _ in range(150):
         letters = {name: "".join(draw.choices("HEC", k=length)) for name, length in lengths.items()}
         given = [f">{name} SET=train\n{text}\n" for name, text in letters.items()]
         draw.shuffle(given)
@@ -204,8 +204,8 @@ def test_damaged_label_files_are_refused_or_read_right(path: Path) -> None:
             if f">{name} SET=train\n{letters[name]}\n" in text:
                 assert labels[n]["target"].tolist() == ["HEC".index(letter) for letter in letters[name]]
                 read += 1
-    assert 90 < refusals < 280
-    assert read > 600
+    assert 30 < refusals < 110
+    assert read > 200
 
 
 def test_labels_of_several_chains_have_none_between_them(path: Path, mask: Path) -> None:

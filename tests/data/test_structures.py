@@ -135,7 +135,7 @@ def test_pdb_and_mmcif_of_one_entry_give_equal_maps(read: Read) -> None:
     np.testing.assert_allclose(found.cb_L3, np.delete(expected_cb(24), missing, 0), atol=2e-5)
 
 
-@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, derandomize=True)
+@settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, derandomize=True)
 @given(st.text("ACDEFGHIKLMNPQRSTVWY", min_size=12, max_size=30), st.integers(-50, 9000), st.sets(st.integers(1, 10)))
 def test_residues_without_atoms_keep_their_place(read: Read, sequence: str, first: int, inner: set[int]) -> None:
     for letters in (sequence, "MAAAAAAAAAAAAAAAK"):
