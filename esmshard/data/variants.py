@@ -307,7 +307,6 @@ class _Reading:
 
     @property
     def max_unusable(self) -> float:
-        """The maximum share of unusable rows."""
         return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:

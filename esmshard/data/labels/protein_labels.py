@@ -35,7 +35,6 @@ class ProteinLabels:
     labelled_N: npt.NDArray[np.bool_]
     """Whether each protein has a label, bool [N]."""
     notices: list[str]
-    """Sentences about changed or missing labels."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
         """Return the label of record n as `target`: number float32 [T], class int64 [], multilabel float32 [C]."""
