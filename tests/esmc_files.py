@@ -1,6 +1,6 @@
-"""A small random ESM-C of `transformers`, and its tensors in each of the four layouts in which ESM-C was published.
+"""A small random ESM-C of `transformers`, and its files in the four published layouts.
 
-A is that of `transformers` from 5.16 on, B that of the hub in May 2026, C that of 2024-12, D that of ESM++.
+Layout A is written by `transformers` from 5.16 on, B was on the hub in May 2026, C is of 2024-12, and D is ESM++.
 """
 
 import json
@@ -18,15 +18,27 @@ LAYERS, WIDTH, HEADS, FFN = 2, 128, 2, 512
 
 
 def random_esmc(seed: int = 0) -> EsmcForMaskedLM:
-    """The model, perturbed: LayerNorms are off 1 and biases off 0, or swaps would go unnoticed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = TheirConfig(
-            hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS
-        )
-        model = EsmcForMaskedLM(config)
+        sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+        model = EsmcForMaskedLM(TheirConfig(**sizes, intermediate_size=FFN))
     perturb(model, seed)
     return model.eval()
+
+
+BLOCK = {
+    "attn.layernorm_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "attn.layernorm_qkv.layer_norm_bias": ("input_layernorm.bias",),
+    "attn.layernorm_qkv.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+    "attn.q_ln.weight": ("self_attn.q_norm.weight",),
+    "attn.k_ln.weight": ("self_attn.k_norm.weight",),
+    "attn.out_proj.weight": ("self_attn.o_proj.weight",),
+    "ffn.layer_norm_weight": ("post_attention_layernorm.weight",),
+    "ffn.layer_norm_bias": ("post_attention_layernorm.bias",),
+    "ffn.fc1_weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "ffn.fc2_weight": ("mlp.down_proj.weight",),
+}
+"""Names in layout B, and the names in layout A of the tensors that are joined along the rows."""
 
 
 def layout_b(model: EsmcForMaskedLM) -> dict[str, torch.Tensor]:
@@ -34,20 +46,10 @@ def layout_b(model: EsmcForMaskedLM) -> dict[str, torch.Tensor]:
     found = {"esmc.embed.weight": state["esmc.embed_tokens.weight"]}
     found["esmc.transformer.norm.weight"] = state["esmc.norm.weight"]
     for n in range(LAYERS):
-        ours, theirs = f"esmc.layers.{n}.", f"esmc.transformer.blocks.{n}."
-        qkv = [state[f"{ours}self_attn.{name}_proj.weight"] for name in "qkv"]
-        found[f"{theirs}attn.layernorm_qkv.layer_norm_weight"] = state[f"{ours}input_layernorm.weight"]
-        found[f"{theirs}attn.layernorm_qkv.layer_norm_bias"] = state[f"{ours}input_layernorm.bias"]
-        found[f"{theirs}attn.layernorm_qkv.weight"] = torch.cat(qkv)
+        theirs = f"esmc.transformer.blocks.{n}."
         found[f"{theirs}attn.layernorm_qkv._extra_state"] = torch.zeros(0, dtype=torch.uint8)
-        found[f"{theirs}attn.q_ln.weight"] = state[f"{ours}self_attn.q_norm.weight"]
-        found[f"{theirs}attn.k_ln.weight"] = state[f"{ours}self_attn.k_norm.weight"]
-        found[f"{theirs}attn.out_proj.weight"] = state[f"{ours}self_attn.o_proj.weight"]
-        found[f"{theirs}ffn.layer_norm_weight"] = state[f"{ours}post_attention_layernorm.weight"]
-        found[f"{theirs}ffn.layer_norm_bias"] = state[f"{ours}post_attention_layernorm.bias"]
-        gate_up = [state[f"{ours}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        found[f"{theirs}ffn.fc1_weight"] = torch.cat(gate_up)
-        found[f"{theirs}ffn.fc2_weight"] = state[f"{ours}mlp.down_proj.weight"]
+        for name, parts in BLOCK.items():
+            found[theirs + name] = torch.cat([state[f"esmc.layers.{n}.{part}"] for part in parts])
     for number, part in (("0", "dense"), ("2", "layer_norm"), ("3", "decoder")):
         for kind in ("weight", "bias"):
             found[f"lm_head.{number}.{kind}"] = state[f"lm_head.{part}.{kind}"]

@@ -1,4 +1,4 @@
-"""A model that reads structure letters, as a directory, and sequences with letters."""
+"""A model that reads structure letters, and sequences with letters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,8 @@ LETTERS = "pynwrqhgdlvtmfsaeikc"
 
 
 def write_model(directory: Path, config: ModelConfig = CONFIG) -> tuple[str, Trunk]:
-    """The model as a directory, and itself."""
-    model = perturbed(config)  # so that a letter makes a difference everywhere
+    """Write a model to a directory. Return the path and the model."""
+    model = perturbed(config)  # The letters must change the outputs.
     state = model.state_dict()
     sizes = {name: state[name].shape for name, _ in model.named_parameters()}
     directory.mkdir()
