@@ -139,31 +139,22 @@ def found(path: Path, out: str, pairs: list[Pairs]) -> float:
     return precision(scores, pairs)
 
 
-@pytest.mark.slow
-def test_contacts_are_learned(data: tuple[Path, list[Pairs]]) -> None:
-    path, pairs = data
-    finetune(path, "full")
-    assert found(path, "full", pairs) > 0.95
-    metrics = json.loads((path / "full" / "evaluation.json").read_text())["metrics"]
-    assert metrics["before fine-tuning"]["AUPRC"]["value"] < 0.1, "the start knew nothing"
-    assert metrics["separation prior"]["AUPRC"]["value"] < 0.05, "and the separation says nothing"
+LORA = ("--nproc", "2", "adapt.method=lora", "adapt.rank=8", "adapt.alpha=16", "optim.lr=1e-2", "train.steps=400")
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_contacts_are_learned_on_two_ranks(data: tuple[Path, list[Pairs]]) -> None:
-    """`pairwise` alone does not learn this in as many steps: AUPRC 0.12 after 300."""
+@pytest.mark.parametrize(
+    ("out", "options"), [("full", ()), ("two", ("--nproc", "2", "task.head=both", "train.steps=300")), ("lora", LORA)]
+)
+def test_contacts_are_learned(data: tuple[Path, list[Pairs]], out: str, options: Sequence[str]) -> None:
+    """`pairwise` alone does not learn this in 300 steps: AUPRC 0.12."""
     path, pairs = data
-    finetune(path, "two", "--nproc", "2", "task.head=both", "train.steps=300")
-    assert found(path, "two", pairs) > 0.95
-
-
-@pytest.mark.slow
-def test_contacts_are_learned_by_lora_on_two_ranks(data: tuple[Path, list[Pairs]]) -> None:
-    path, pairs = data
-    lora = ("adapt.method=lora", "adapt.rank=8", "adapt.alpha=16", "optim.lr=1e-2", "train.steps=400")
-    finetune(path, "lora", "--nproc", "2", *lora)
-    assert found(path, "lora", pairs) > 0.95
+    finetune(path, out, *options)
+    assert found(path, out, pairs) > 0.95
+    metrics = json.loads((path / out / "evaluation.json").read_text())["metrics"]
+    assert metrics["before fine-tuning"]["AUPRC"]["value"] < 0.1, "the start knew nothing"
+    assert metrics["separation prior"]["AUPRC"]["value"] < 0.05, "and the separation says nothing"
 
 
 @pytest.mark.slow

@@ -46,7 +46,7 @@ def test_probabilities_are_scaled_by_the_temperature_of_the_validation_set(kind:
     facts = fit_temperature(list(map(task.score, *too_sure(kind, 600, seed=0))))
     assert facts["temperature"] == pytest.approx(3, rel=0.15)
     scaled = made(kind, **facts)
-    outputs, targets = too_sure(kind, 600, seed=1)
+    outputs, targets = too_sure(kind, 1500, seed=1)
     before, after = (made.summary(list(map(made.score, outputs, targets))) for made in (task, scaled))
     assert after["ECE"] < 0.05
     assert after["ECE before scaling"] > 0.1

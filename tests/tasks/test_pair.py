@@ -120,12 +120,12 @@ def test_what_sees_single_sequences_does_not_see_what_belongs_together(
     trunk: ESM2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
-    train = pairs(160)
+    train = pairs(120)
     counts = np.bincount([int(e.labels["target"]) for e in train])
-    made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 160}, kind="class", hidden=0)
+    made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 120}, kind="class", hidden=0)
     base = model(trunk, made)
     known = made.baselines(train, base)
-    test = pairs(60, seed=1)
+    test = pairs(40, seed=1)
     found = right(made, known, base, test)
     assert found["composition"] > 0.9
     assert found["frozen embedding"] > 0.7
