@@ -162,7 +162,7 @@ def test_mistakes_are_one_sentence(tiny_recipe: Path, tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"optim": {"lrr": 1}}, r"optim\.lrr=1: optim\.lrr: unknown key; did you mean 'lr'"),
         ({"data": {"train": "nowhere.fasta"}}, r"nowhere\.fasta"),
-        ({"optim": {"lr": {1, 2}}}, r"optim\.lr: .*\{1, 2\}"),
+        ({"optim": {"lr": {1, 2}}}, r"optim\.lr is \{1, 2\}"),
         ({"nproc": 0}, "nproc is 0"),
         ({"nproc": "2"}, "nproc is '2'"),
         ({"resume": "nowhere"}, "no such directory"),

@@ -152,7 +152,7 @@ def test_another_request_and_another_input_are_refused(
         server.put(name, b'{"mine": 1}')
     embed(model, other, f"s3://{BUCKET}/out", overwrite=True)
     for overwrite in (False, True):
-        with pytest.raises(UsageError, match=r"mine: .*\(it holds "):
+        with pytest.raises(UsageError, match=r"mine: .*\(it contains "):
             embed(model, other, f"s3://{BUCKET}/mine", overwrite=overwrite)
     assert [server.get(name) for name in others] == [b'{"mine": 1}'] * len(others)
     assert EmbeddingStore(f"s3://{BUCKET}/out").manifest["records"] == 20

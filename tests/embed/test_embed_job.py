@@ -277,7 +277,7 @@ def test_what_cannot_be_done_is_refused(given: Given, monkeypatch: pytest.Monkey
         ("x.npy", {"layers": [-4]}, "layers 0 to 2"),
         ("x.npy", {"layers": [3]}, "layers 0 to 2"),
         ("x.h5", {"pools": ["contacts"], "layers": [1]}, "leave --layers out"),
-        ("x.h5", {"pools": ["attentions"], "layers": [-3]}, "--layers 0: attentions are of layers 1 to 2"),
+        ("x.h5", {"pools": ["attentions"], "layers": [-3]}, "--layers 0: layers 1 to 2 have attentions"),
         ("x.h5", {"pools": ["attentions"], "heads": [-1]}, "--heads -1: .* has heads 0 to 3"),
         ("x.h5", {"pools": ["contacts"], "heads": [1]}, "leave --heads out"),
         ("x.npy", {"long": Long("crop")}, "full, window or truncate"),  # type: ignore[arg-type]
@@ -377,7 +377,7 @@ def test_a_dry_run_counts_what_the_run_writes(tmp_path: Path, name: str, how: di
     assert lines["records"] == "11 of 4,386 residues, longest 1,100"
     assert lines["sequences"] == "9 different ones: 9 to compute, 0 reused"
     long = how.get("long", Long("full", 1022))
-    treated = {"full": "taken whole", "window": "seen in overlapping windows", "truncate": "cut"}[long.mode]
+    treated = {"full": "computed whole", "window": "in overlapping windows", "truncate": "cut"}[long.mode]
     assert lines["long"] == f"{3 if long.mode == 'full' else 8} records over {long.window:,} residues: {treated}"
     embed(request("starter", out, **how), fasta)
     size = out.stat().st_size if out.is_file() else sum(path.stat().st_size for path in (out / "parts").iterdir())
@@ -390,7 +390,7 @@ def test_a_dry_run_refuses_what_cannot_be(tmp_path: Path, monkeypatch: pytest.Mo
     fasta, half = written(tmp_path / "in.fasta", [300] * 8), written(tmp_path / "half.fasta", [300] * 5)
     embed(request("starter", tmp_path / "earlier"), half)
     asked = request("starter", tmp_path / "x.h5", pools=["residue"])
-    with pytest.raises(UsageError, match="holds mean_6, and no residue_6"):
+    with pytest.raises(UsageError, match="contains mean_6, and no residue_6"):
         forecast(asked, fasta, tmp_path / "earlier")
     lines = forecast(request("starter", tmp_path / "x"), fasta, tmp_path / "earlier")
     assert "8 different ones: 3 to compute, 5 reused" in lines

@@ -174,7 +174,7 @@ def test_rows_are_copied_where_everything_is_the_same_and_nowhere_else(given: Gi
         copied = EmbeddingStore(tmp_path / f"{name} again")
         assert all(np.array_equal(copied[record], expected) for record, expected in values[name].items()), name
     for old, new in itertools.permutations(HOW, 2):
-        with pytest.raises(UsageError, match=r"was made with|holds"):
+        with pytest.raises(UsageError, match=r"was made with|contains"):
             EmbeddingStore(tmp_path / old).check_reuse(EmbeddingStore(tmp_path / new).spec)
     keys = [EmbeddingStore(tmp_path / name).index.keys.tolist() for name in HOW if name != "layer"]
     assert len({key for some in keys for key in some}) == sum(map(len, keys)), "nothing else has the key of a row"

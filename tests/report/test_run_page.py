@@ -59,12 +59,12 @@ def test_a_finished_run(done: Page) -> None:
     assert done.row("metrics", "minus base rate", 3) == ["+0.080*\n[0.070, 0.090]", "undefined"]
     assert "2 without AUPRC" in done.text["metrics"]
     assert "The best validation long P@L is 0.095 at step 10 (star)." in done.words("curves")
-    assert "The tested model is that of step 20." in done.words("curves")
+    assert "The model of step 20 was tested." in done.words("curves")
     # (30 * |.2 - .1| + 10 * |.8 - .5|) / 40
     assert "Expected calibration error: 0.150, over 40 predictions." in done.text["predictions"]
     assert done.row("data", "train", 5) == ["train.fasta", "776", "104429", "9c61"]
     assert "2 of 12 test records are identical to training records" in done.text["data"]
-    assert "Changed or left out, train: 2 records over 1,022 residues left out (a, ...)" in done.text["data"]
+    assert "in the split train: 2 records over 1,022 residues left out (a, ...)" in done.text["data"]
     assert "global_tokens:" in done.text["recipe"]
     assert "esmshard finetune first/recipe.yaml out=first-again" in done.text["recipe"]
     assert done.row("recipe", "torch", 2) == ["2.13.0"]
@@ -230,7 +230,7 @@ def test_a_damaged_file_is_one_sentence_and_leaves_no_page(tmp_path: Path) -> No
 @words
 def test_where_it_is_written(tmp_path: Path) -> None:
     for folder in (tmp_path / "none", tmp_path):
-        with pytest.raises(InputError, match="holds no run"):
+        with pytest.raises(InputError, match="contains no run"):
             report(folder, tmp_path / "page.html")
     run = make(tmp_path / "run", whole())
     before = sorted(run.iterdir())

@@ -66,9 +66,9 @@ def test_a_cross_validated_run(done: Page) -> None:
     of_runs = done.cells["compared"][done.cells["compared"].index("RMSE") :]
     assert of_runs[1:] == ["fine-tuned", *["0.550\n[0.200, 0.900]"] * 2, "one-hot ridge", "undefined", "undefined"]
     text = done.words("table")
-    assert "t.csv: 8 rows, of which 1 could not be used" in text
+    assert "t.csv: 8 rows; 1 could not be used" in text
     assert "t.csv: left out 1 row whose 'mutant' names no substitutions: line 7 'junk'" in text
-    assert "positions -23 are those of the wild type" in text
+    assert "-23 was added to the table's positions" in text
     assert "tested on the same 40 variants" in done.text["curve"]
     assert done.cells["curve"][:3] == ["training variants", "25", "100"]
     assert done.row("curve", "fine-tuned", 3) == ["0.450\n[0.350, 0.550]", "0.800\n[0.700, 0.900]"]
@@ -80,7 +80,7 @@ def test_each_variant_is_drawn_once(tmp_path: Path, drawn: dict[str, Any]) -> No
     dots = sorted(zip(*(drawn["predicted score"][k].tolist() for k in (0, 1)), strict=True))
     assert dots == [(0.5, 0.5), (1, 1.5), (2, 1.5), (3, 5), (4, 4.25)]
     # Three variants of one fold are in order; the other folds have one each.
-    assert "score: one dot a variant, 5 of them; Spearman 1.000." in found.text["predictions"]
+    assert "score: one dot for each variant (5); Spearman 1.000." in found.text["predictions"]
 
 
 def test_maps_of_singles_on_one_scale(tmp_path: Path, drawn: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -131,8 +131,8 @@ def test_several_targets_and_seeds(tmp_path: Path, drawn: dict[str, Any]) -> Non
     )
     found = page(run)
     assert {f"map of {what} {name}" for what in ("measured", "predicted") for name in ("Kd", "kcat")} <= drawn.keys()
-    assert "kcat: one dot a variant, 1 of them; Spearman undefined." in found.text["predictions"]
-    assert "Kd: one dot a variant, 2 of them; Spearman -1.000." in found.text["predictions"]
+    assert "kcat: one dot for each variant (1); Spearman undefined." in found.text["predictions"]
+    assert "Kd: one dot for each variant (2); Spearman -1.000." in found.text["predictions"]
     assert found.row("ranked", "1", 7) == ["M1A", "2e-07", "3e-08", "7", "0.5", "1e-07"]
     assert "by Kd: lower is better." in found.text["ranked"]
     assert found.row("compared", "zero-shot", 7)[4:] == ["0.250", "undefined"]
@@ -142,7 +142,7 @@ def test_several_targets_and_seeds(tmp_path: Path, drawn: dict[str, Any]) -> Non
 def test_a_table_with_columns_of_our_names(tmp_path: Path, drawn: dict[str, Any]) -> None:
     run = cross_validated(tmp_path / "v")
     write(run / "variants.csv", variants(prefix="esmshard ", user="measured"))
-    assert "5 of them" in page(run).text["predictions"]
+    assert "each variant (5)" in page(run).text["predictions"]
     assert np.nanmax(drawn["map of measured score"][0]) == 3  # and not 77
 
 
@@ -169,7 +169,7 @@ def test_what_users_named_is_text_and_damaged_files_are_named(tmp_path: Path) ->
     assert f"measured {evil} of 3" in found.text["map"]
     (run / "report.html").unlink()
     (run / "summary.json").write_text('{"task": "contact"}')
-    with pytest.raises(InputError, match="holds no run"):
+    with pytest.raises(InputError, match="contains no run"):
         report(run)
     assert not (run / "report.html").exists()
 
