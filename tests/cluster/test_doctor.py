@@ -113,7 +113,7 @@ def test_versions_that_do_not_fit(
     errors = " ".join(only(findings, "versions", "error"))
     assert "numpy 1.20 does not fit >=1.26" in errors
     assert "torch is missing" in errors
-    assert "both own the package `esm`" in " ".join(only(findings, "versions", "warning"))
+    assert "both contain the package `esm`" in " ".join(only(findings, "versions", "warning"))
 
 
 def test_a_directory_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -63,7 +63,7 @@ def test_the_configuration_directory_comes_after_the_variable(tmp_path: Path, mo
     monkeypatch.setenv("HOME", str(tmp_path))
     assert site.path() == tmp_path / ".config" / "esmshard" / "site.yaml"
     monkeypatch.setenv("ESMSHARD_SITE", str(tmp_path / "other.yaml"))
-    with pytest.raises(UsageError, match=r"other\.yaml: no such file; ESMSHARD_SITE names it"):
+    with pytest.raises(UsageError, match=r"other\.yaml: no such file, but ESMSHARD_SITE names it"):
         site.load()
 
 

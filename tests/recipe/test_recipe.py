@@ -118,7 +118,7 @@ MISTAKES = [
     # What a tag or an impossible date does.
     (TEXT, "out: 2020-13-40", "month must be"),
     (TEXT, "train: {steps: !!int many}", "invalid literal"),
-    (TEXT, "out: !!omap x", "a tag does not fit"),
+    (TEXT, "out: !!omap x", "a YAML tag does not fit"),
     # The keys of a task are checked by its name.
     (CONTACT, "{name: contct}", ":2:7: task: Input tag 'contct' found using 'name' does not match any"),
     (CONTACT, "{blocks: 2}", ":2:7: task: Unable to extract tag using discriminator 'name'"),
@@ -127,7 +127,7 @@ MISTAKES = [
     # What a method of adaptation does not read.
     ("", "adapt: {rank: 8}", ":13:15: adapt.rank: is for adapt.method lora"),
     ("", "adapt: {method: head, freeze: [norms]}", ":13:31: adapt.freeze: is for adapt.method full"),
-    ("", "adapt: {method: lora, targets: []}", ":13:32: adapt.targets: names no layer"),
+    ("", "adapt: {method: lora, targets: []}", ":13:32: adapt.targets: has no layer"),
     ("", "adapt: {method: lora, targets: [q, k, q]}", ":13:32: adapt.targets: has a name twice"),
 ]
 
@@ -283,19 +283,19 @@ REFUSED = [
     (["train={stepz: 1}"], "train.stepz: unknown key; did you mean 'steps'?"),
     (["train.steps=x"], "train.steps: Input should be a valid integer"),
     (["optim.lr"], "an override is KEY=VALUE, such as optim.lr=1e-4"),
-    (["optim.lr.x=1"], "lr has no keys of its own"),
+    (["optim.lr.x=1"], "lr is no section"),
     (["task.name=mlm"], "2:23: task.blocks: unknown key"),
     # Keys that do not go together.
-    (["train.steps=4", "train.epochs=2"], "train.epochs: is another way to say train.steps"),
-    (["batch.sequences=8", "batch.global_tokens=99"], "batch.sequences: is another way"),
-    (["data.fold=2"], "data.fold: is one of data.folds, and the recipe has none"),
-    (["data.folds=3", "data.fold=3"], "data.fold: is counted from 0"),
+    (["train.steps=4", "train.epochs=2"], "train.epochs: and train.steps=4 are two lengths"),
+    (["batch.sequences=8", "batch.global_tokens=99"], "batch.sequences: and batch.global_tokens=99"),
+    (["data.fold=2"], "data.fold: needs data.folds"),
+    (["data.folds=3", "data.fold=3"], "data.fold: is 3, but"),
     (["data.folds=3"], "data.folds: makes 3 parts"),
-    (["data.labels=x.csv"], "data.labels: is for task pair, residue and sequence, and the recipe has contact"),
-    (["task={name: sequence}", "data.long=crop"], "data.long: crop may remove the cause"),
+    (["data.labels=x.csv"], "data.labels: is for task pair, residue and sequence, but the recipe has task contact"),
+    (["task={name: sequence}", "data.long=crop"], "data.long: crop may cut off the cause"),
     (["task={name: mlm}", "adapt.method=probe"], "adapt.method: probe is not offered by task mlm"),
-    (["model.quantize=nf4", "adapt.method=full"], "adapt.method: full trains the weights"),
-    (["model.quantize=int8", "adapt.method=lora", "parallel.compile=true"], "parallel.compile: cannot compile"),
+    (["model.quantize=nf4", "adapt.method=full"], "adapt.method: full cannot train the weights"),
+    (["model.quantize=int8", "adapt.method=lora", "parallel.compile=true"], "parallel.compile: does not work"),
     ([*VARIANT, "data.train=x"], "data.train: is for the other tasks"),
     ([*VARIANT, "data.long=skip"], "data.long: skip leaves variants out"),
     ([*VARIANT, "data.train_max=2"], "data.train_max: is for data.split mutations"),
@@ -311,12 +311,12 @@ REFUSED = [
     (["train.seed=99999999999"], "train.seed: Input should be less than 4294967296"),
     (["optim.lr=65536"], "optim.lr: Input should be less than or equal to 10"),
     (["batch.tokens_per_rank=-5"], "batch.tokens_per_rank: Input should be greater than or equal to 3"),
-    (["out=/dev/zero"], "out: /dev/zero belongs to the system"),
-    (["out=/proc/self/x"], "out: /proc/self/x belongs to the system"),
+    (["out=/dev/zero"], "out: /dev/zero belongs to the operating system"),
+    (["out=/proc/self/x"], "out: /proc/self/x belongs to the operating system"),
     # An environment variable that is not set, or may hold a secret.
     (["data.clusters=${SLURM_UNSET}/m"], "data.clusters: the environment variable SLURM_UNSET is not set"),
-    (["out=sec/${HF_TOKEN}"], "out: a recipe does not read the environment variable HF_TOKEN"),
-    (["out=sec/${SLURM_JWT}"], "out: a recipe does not read the environment variable SLURM_JWT"),
+    (["out=sec/${HF_TOKEN}"], "out: a recipe may not read the environment variable HF_TOKEN"),
+    (["out=sec/${SLURM_JWT}"], "out: a recipe may not read the environment variable SLURM_JWT"),
 ]
 
 
@@ -358,7 +358,7 @@ def test_a_contradiction_in_the_file_is_shown_where_it_is(path: Path) -> None:
     edit(path, ("steps: 40", "epochs: 1.5, steps: 40"))
     first, second = problems(path)
     assert first.startswith(f"{path}:5:9: data.mask: is for task residue")
-    assert second.startswith(f"{path}:12:17: train.epochs: is another way to say train.steps")
+    assert second.startswith(f"{path}:12:17: train.epochs: and train.steps=40 are two lengths of the run")
 
 
 def test_defaults_follow_from_task_and_method(path: Path) -> None:
