@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from command import in_process
 from ruamel.yaml import YAML
-from typer.testing import CliRunner
 
-from esmshard.cli.app import app
 from esmshard.cluster.launch import Job, Options, doctor_job, embed_job, finetune_job, render
 from esmshard.cluster.site import KubernetesSite, Site
 from esmshard.errors import UsageError
@@ -83,9 +81,6 @@ def test_what_cannot_run_is_refused() -> None:
     ):
         with pytest.raises(UsageError, match=re.escape(problem)):
             finetune_job(recipe, overrides, slurm(**options), site())
-
-
-def test_a_doctor_looks_at_all_nodes(here: Path) -> None:
     job = doctor_job(["contact"], slurm(nodes="2", gpus_per_node=8), site())
     assert (job.arguments, job.kind, job.nodes, job.min_nodes) == (("doctor", "contact"), "doctor", 2, 2)
     with pytest.raises(UsageError, match="doctor checks a fixed number of nodes; pass --nodes "):
@@ -103,32 +98,26 @@ def test_for_kubernetes_the_recipe_travels_and_paths_are_those_of_the_pods(here:
 
 
 def test_the_command_writes_the_file_and_says_how_to_submit_it(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(here))
+    monkeypatch.setenv("PATH", "/nowhere")  # without sbatch
     command = ("launch", "contact", "--target", "slurm", "--gpus-per-node", "2", "--name", "my run")
     printed = in_process(*command, "--dry-run", cwd=here)
     assert (printed.returncode, list(here.iterdir())) == (0, [])
     done = in_process(*command, cwd=here)
     assert done.returncode == 0
-    assert done.stdout.splitlines() == [
-        "my-run.sbatch",
-        "no sbatch on this machine; type on another: sbatch ./my-run.sbatch",
-    ]
+    assert done.stdout.startswith("my-run.sbatch\nno sbatch on this machine")
     assert (here / "my-run.sbatch").read_text() == printed.stdout
     assert "#SBATCH --gpus-per-node=2" in printed.stdout.splitlines()
     assert "does not exist; all keys have their defaults" in done.stderr
-    assert in_process(*command, cwd=here).returncode == 0, "the same again"
     refused = in_process(*command, "--time", "1:00", cwd=here)
     assert (refused.returncode, "my-run.sbatch: exists already" in refused.stderr) == (2, True)
     assert in_process(*command, "--time", "1:00", "--overwrite", cwd=here).returncode == 0
     assert "#SBATCH --time=1:00" in (here / "my-run.sbatch").read_text()
 
-
-def test_what_sbatch_objects_to_is_printed(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sbatch = here / "bin" / "sbatch"
     sbatch.parent.mkdir()
     sbatch.write_text('#!/bin/sh\necho "sbatch: error: invalid partition specified: $1" >&2\nexit 1\n')
     sbatch.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", str(sbatch.parent))
     done = in_process("launch", "contact", "--target", "slurm", "--nproc", "1", "-o", "-x.sbatch", cwd=here)
     assert done.returncode == 1
     assert "sbatch refuses it: sbatch: error: invalid partition specified: ./-x.sbatch" in done.stderr
@@ -142,12 +131,8 @@ def test_mistakes_in_embeds_own_arguments_show_at_once(here: Path) -> None:
         ("starter a.fasta -o x.h5 --overwrite", "--overwrite"),
         ("starter a.fasta -o x.h5 --dry-run", "--dry-run"),
     ):
-        command = ["launch", "embed", "--target", "slurm", "--array", "4", "--", *arguments.split()]
-        done = CliRunner().invoke(app, command)
-        said = done.output + str(done.exception)
-        assert done.exit_code != 0
-        assert problem in said
-        assert isinstance(done.exception, UsageError) or done.exit_code == 2
+        done = in_process("launch", "embed", "--target", "slurm", "--array", "4", "--", *arguments.split())
+        assert (done.returncode, problem in done.stderr) == (2, True), done.stderr
     assert list(here.iterdir()) == []
 
 
@@ -161,7 +146,6 @@ def test_workers_of_embed_share_the_output(here: Path) -> None:
     assert "#SBATCH --gpus-per-node=1" in lines
     joined = " ".join(done.stdout.replace("\\\n", " ").split())
     assert "embed esm2_t6_8M_UR50D a.fasta -o emb --pool mean --engine array --nproc 1 }" in joined
-    assert "is not here" not in done.stderr
     (here / "a.fasta").unlink()
     done = in_process("launch", "embed", "--target", "slurm", "--dry-run", *given, cwd=here)
     assert f"{here}/a.fasta: does not exist on this machine" in done.stderr
@@ -197,13 +181,8 @@ def test_the_kubernetes_file_is_rendered(here: Path) -> None:
     assert (job["kind"], container["image"], container["args"][:2]) == ("Job", "esmshard:1", ["finetune", "contact"])
 
 
-def test_the_file_lies_beside_the_recipe_and_never_replaces_it(
-    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PATH", "/nowhere")  # without sbatch
+def test_the_file_never_replaces_the_recipe(tiny_recipe: Path) -> None:
     given, text = ("launch", "tiny.yaml", "--target", "slurm", "--nproc", "1"), tiny_recipe.read_text()
-    done = in_process(*given, cwd=tiny_recipe.parent)
-    assert (done.returncode, done.stdout.splitlines()[0]) == (0, "tiny.sbatch")
     done = in_process(*given, "-o", "tiny.yaml", "--overwrite", cwd=tiny_recipe.parent)
     assert (done.returncode, "tiny.yaml: is an input of the job" in done.stderr) == (2, True)
     assert tiny_recipe.read_text() == text

@@ -65,16 +65,8 @@ def problem(path: Path, *overrides: str) -> str:
     return found[0]
 
 
-def test_recipes_are_shipped() -> None:
-    files = {p.name for p in shipped("recipes").iterdir()}
-    assert files == {f"{name}.yaml" for name in recipe_file.names()} | {"schema.json"}
-    assert recipe_file.names() == sorted(recipe_file.names())
-    tasks = {"contact", "mlm", "pair", "residue", "sequence", "variant"}
-    assert {load(resolve(name)).task.name for name in recipe_file.names()} == tasks
-
-
 def test_a_shipped_recipe_loads_anywhere(path: Path) -> None:
-    keys = ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type")
+    keys, tasks = ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type"), set[str]()
     for name in recipe_file.names():
         recipe, written = load(resolve(name)), YAML(typ="safe").load(resolve(name).read_text())
         loaded = recipe.model_dump(mode="json")
@@ -88,6 +80,8 @@ def test_a_shipped_recipe_loads_anywhere(path: Path) -> None:
         for section, value in written.items():
             part = loaded[section]
             assert ({key: part[key] for key in value} if isinstance(value, dict) else part) == value, (name, section)
+        tasks.add(recipe.task.name)
+    assert tasks == {"contact", "mlm", "pair", "residue", "sequence", "variant"}
 
 
 def test_a_copy_names_the_installed_schema(path: Path) -> None:
@@ -139,9 +133,6 @@ def test_a_mistake_is_refused_at_its_place(path: Path) -> None:
         (found,) = problem(path).splitlines()
         assert found.startswith(str(path))
         assert expected in found
-
-
-def test_what_cannot_be_read_is_refused(path: Path) -> None:
     path.write_bytes(b"out: \xff\xfe\n")
     assert problem(path).startswith(f"{path}:")
     path.write_text("# nothing\n")
@@ -165,7 +156,6 @@ def test_overrides_change_values_and_make_sections(path: Path) -> None:
     assert (recipe.optim.lr, recipe.train.steps, recipe.train.seed) == (3e-5, 9, 7)
     assert (recipe.batch.global_tokens, recipe.optim.schedule) == (64, "linear")
     assert load(path, ["optim.lr=1", "optim.lr=2", "optim.betas=[0.8, 0.9]"]).optim.betas == (0.8, 0.9)
-    assert load(path, ["optim.lr=1", "optim.lr=2"]).optim.lr == 2
     assert load(path, ["train={steps: 3}"]).train == TrainSettings(steps=3)
     assert load(path, ["task={name: mlm, mask: 0.3}"]).task.model_dump() == {"name": "mlm", "mask": 0.3}
     recipe = load(path)
@@ -266,22 +256,17 @@ def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
 
 
 def test_the_schema_describes_every_key() -> None:
-    described = []
     for name, section in schema()["$defs"].items():
         assert section["additionalProperties"] is False
         for key, entry in section["properties"].items():
             text = entry.get("description") or schema()["$defs"].get(entry.get("$ref", "").split("/")[-1], {})
             assert text or "const" in entry, (name, key)
             assert "default" in entry or key in section["required"]
-            described.append(key)
-    assert len(described) > 60
 
 
 VARIANT = ("task={name: variant}", "data={table: v.csv, wild_type: wt.fasta}")
 REFUSED = [
     (["optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
-    (["train={stepz: 1}"], "train.stepz: unknown key; did you mean 'steps'?"),
-    (["train.steps=x"], "train.steps: Input should be a valid integer"),
     (["optim.lr"], "an override is KEY=VALUE, such as optim.lr=1e-4"),
     (["optim.lr.x=1"], "lr is no section"),
     (["task.name=mlm"], "2:23: task.blocks: unknown key"),
@@ -308,10 +293,7 @@ REFUSED = [
     (["adapt.freeze=[layers.3-1]"], "adapt.freeze: 'layers.3-1' ends before it begins"),
     # Numbers and places that no run has.
     (["train.steps=99999999999"], "train.steps: Input should be less than or equal to 100000000"),
-    (["train.seed=99999999999"], "train.seed: Input should be less than 4294967296"),
-    (["optim.lr=65536"], "optim.lr: Input should be less than or equal to 10"),
     (["batch.tokens_per_rank=-5"], "batch.tokens_per_rank: Input should be greater than or equal to 3"),
-    (["out=/dev/zero"], "out: /dev/zero belongs to the operating system"),
     (["out=/proc/self/x"], "out: /proc/self/x belongs to the operating system"),
     # An environment variable that is not set, or may hold a secret.
     (["data.clusters=${SLURM_UNSET}/m"], "data.clusters: the environment variable SLURM_UNSET is not set"),
