@@ -242,10 +242,10 @@ def test_what_cannot_be_rendered() -> None:
         (
             {"container": {"image": "/images/esmshard.sqsh"}, "kubernetes": {"claim": "data"}},
             pods.run(),
-            "of a registry",
+            "in a registry",
         ),
         ({"container": {"image": "esmshard"}}, pods.run(), "kubernetes.claim"),
-        (pods.BARE, odd, "holds a character"),
+        (pods.BARE, odd, "contains a character"),
     ):
         with pytest.raises(UsageError, match=token):
             render(job, Site.model_validate(site), "kubernetes")
