@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 HEAD = "head.safetensors"
-"""The name of the file with the task head in the directory of an adapter. PEFT ignores this file."""
+"""The file with the task head in an adapter directory. PEFT ignores this file."""
 _FIX = "let PEFT merge it (merge_and_unload) and save the model"
 
 # Keys of PEFT's class `LoraConfig` that this module reads, or that do not change the outputs of a trained adapter.
@@ -86,7 +86,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
     a_of: dict[str, WeightReader] = {}
     b_of: dict[str, WeightReader] = {}
     modules: dict[str, str] = {}
-    whole: dict[str, WeightReader] = {}
+    replaced: dict[str, WeightReader] = {}
     left_out: set[str] = set()
     for key, reader in weight_reader.read_tensors(file).items():
         name = key.removeprefix(PREFIX)
@@ -103,16 +103,16 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
             raise InputError(f"{file}: {key} does not belong to a plain LoRA of linear layers; {_FIX}")
         else:
             pieces = family.pieces(name.replace(".base_layer.", "."), base.config)
-            whole |= {piece.name: reader.part(piece.rows) for piece in pieces}
+            replaced |= {piece.name: reader.part(piece.rows) for piece in pieces}
     if not a_of or a_of.keys() != b_of.keys():
         raise InputError(f"{file}: has no LoRA, or a LoRA with only one of its two matrices; copy the adapter again")
-    if changed := [name for name in (*a_of, *whole) if name in (*tied.keys(), *tied.values())]:
+    if changed := [name for name in (*a_of, *replaced) if name in (*tied.keys(), *tied.values())]:
         raise InputError(
             f"{file}: changes {changed[0]}, which token embedding and LM head share in this model; train the adapter "
             "without word_embeddings, decoder and lm_head in target_modules and modules_to_save"
         )
     shapes = {name: reader.shape for name, reader in base.read.items()}
-    fits = {name: shapes.get(name) == reader.shape for name, reader in whole.items()}
+    fits = {name: shapes.get(name) == reader.shape for name, reader in replaced.items()}
     for name, a in a_of.items():
         b = b_of[name]
         fits[name] = shapes.get(name) == (b.shape[0], a.shape[1]) and 0 < a.shape[0] == b.shape[1]
@@ -134,7 +134,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
     return replace(
         base,
         source=str(directory),
-        read={**trunk, **whole, **adapted, **head},
+        read={**trunk, **replaced, **adapted, **head},
         absent=tuple(unlearned),
         notices=(*base.notices, *notices),
         files=(*base.files, file, *([head_file] if head else [])),
@@ -147,7 +147,7 @@ def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int)
     """Return the factor of a layer's LoRA product B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
     PEFT's `alpha_pattern` maps regular expressions to alphas, and the first match counts. Here the keys must be plain
-    names, because the search for an unknown expression could take forever. A dot may have a backslash.
+    names, because the search for an unknown expression may never end. A dot in a name may have a backslash.
     """
     alpha: Any = settings.get("lora_alpha")
     path = directory / ADAPTER_CONFIG

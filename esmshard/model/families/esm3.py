@@ -50,7 +50,7 @@ from esmshard.vocab import CLS, EOS, PAD, SEPARATOR, Track
 STRUCTURE_TOKENS = 4096
 """The number of structure tokens. A structure token is a code for the structure around a residue."""
 STRUCTURE_MASK = STRUCTURE_TOKENS
-"""The structure token of a residue without a known structure."""
+"""The structure token of a residue whose structure is unknown."""
 STRUCTURE_SPECIAL = {token: STRUCTURE_MASK + 1 + n for n, token in enumerate((EOS, CLS, PAD, SEPARATOR))}
 """The structure token for each special token of the sequence, such as `<cls>`."""
 TABLES = {
@@ -374,7 +374,6 @@ def structure_tokens(
     path: Path, coordinates: npt.NDArray[np.floating], device: str | torch.device = "cpu"
 ) -> npt.NDArray[np.int64]:
     """Compute the structure tokens of one protein, int64 [L], each below 4,096. `path` is the authors' encoder file.
-
     `coordinates` [L, 3, 3] has N, CA and C of each residue in Ångström, and NaN for unknown coordinates. Residues
     without coordinates need rows, too, because the row is the position in the sequence.
     """
@@ -417,7 +416,7 @@ model.load_state_dict(state)""",
 
 
 class Esm3Family(Family):
-    """All ESM3 models."""
+    """Describes all ESM3 models."""
 
     title = "ESM3"
     config = Esm3Config
