@@ -329,8 +329,8 @@ class FairEsmFile(AuthorsFile):
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
         """Return the path of the `.pt` file. fair-esm reads the architecture from the beginning of the file name."""
         architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
-        named = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
-        return directory / (f"{stem}.pt" if named else f"{architecture}_{stem}.pt")
+        has_prefix = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
+        return directory / (f"{stem}.pt" if has_prefix else f"{architecture}_{stem}.pt")
 
     def write(self, file: Path, config: EsmConfig, tensors: dict[str, torch.Tensor]) -> list[Path]:
         """Write `NAME.pt` and `NAME-contact-regression.pt` for `esm.pretrained.load_model_and_alphabet_local`."""

@@ -158,12 +158,12 @@ class GeometricAttention(nn.Module):
             for vectors_L5H3, *frames_L in zip(*sequences, strict=True):
                 length = len(vectors_L5H3)
                 heads, rows = max(1, AT_ONCE // length**2), max(1, AT_ONCE // length)
-                of_heads: list[torch.Tensor] = []
+                outputs: list[torch.Tensor] = []
                 parts = zip(torch.split(vectors_L5H3, heads, 2), torch.split(scales_2H, heads, 1), strict=True)
                 for vectors_L5h3, scales_2h in parts:
                     queries = [slice(start, start + rows) for start in range(0, length, rows)]
-                    of_heads.append(torch.cat([gather(vectors_L5h3, scales_2h, *frames_L, part) for part in queries]))
-                gathered.append(torch.cat(of_heads, 1))
+                    outputs.append(torch.cat([gather(vectors_L5h3, scales_2h, *frames_L, part) for part in queries]))
+                gathered.append(torch.cat(outputs, 1))
         gathered_TH3 = torch.cat(gathered).masked_fill(~known_T[:, None, None], 0.0)
         return self.out_proj(gathered_TH3.flatten(1).to(vectors_T5H3.dtype))  # type: ignore[no-any-return]
 
