@@ -22,7 +22,6 @@ if not PAGE.is_file():
 
 
 def register(site: Path, package: str, *tasks: str) -> None:
-    """What pip leaves of an installed package."""
     about = site / f"{package.replace('-', '_')}-0.1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
