@@ -101,9 +101,9 @@ def test_what_sees_single_sequences_does_not_see_what_belongs_together(
     trunk: ESM2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
-    train, test = pairs(120), pairs(40, seed=1)
+    train, test = pairs(160), pairs(60, seed=1)
     counts = np.bincount([int(e.labels["target"]) for e in train])
-    made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 120}, kind="class", hidden=0)
+    made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 160}, kind="class", hidden=0)
     base = model(trunk, made)
     known = made.baselines(train, base)
     assert made.baseline_outputs(test, known, None).keys() == {"majority", "length", "composition", MEMORY}
