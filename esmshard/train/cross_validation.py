@@ -150,7 +150,6 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
 
 
 def _mean(value_of_run: Mapping[str, float]) -> Interval:
-    """Return the mean over runs with a 95% interval (Student's t distribution), which is NaN for a single run."""
     from scipy.special import stdtrit  # not from scipy.stats, whose import takes ten times as long
 
     x = np.array([*value_of_run.values()], dtype=np.float64)
@@ -290,7 +289,6 @@ class _Predictions:
 
 
 def _spearman(predicted_NT: Array, measured_NT: Array, fold_N: npt.NDArray[np.int64]) -> float:
-    """Return the Spearman correlation within folds, as the mean over the targets with a defined value."""
     targets = zip(predicted_NT.T, measured_NT.T, strict=True)
     return metrics.mean(np.array([metrics.spearman_within(x_N, y_N, fold_N) for x_N, y_N in targets]))
 

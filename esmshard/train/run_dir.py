@@ -32,8 +32,6 @@ from esmshard.train.tracking import Tracking
 
 LOCK, STATUS, METRICS = "lock.json", "status.json", "metrics.jsonl"
 SWEEP = "sweep.json"
-"""The file with the state of a sweep (`esmshard.train.search`)."""
-
 TAIL = 1 << 18
 """The number of bytes at the end of metrics.jsonl that are read for the last step. A line for 64 ranks has 5 KB."""
 
@@ -55,7 +53,6 @@ class Holder(BaseModel):
     """The id of the machine's last boot and the id of the process namespace (one for each container)."""
     pid: int
     process_start: str | None
-    """The start of the process; see the function `process_start`."""
     job: str | None
     """The scheduler's id of the job, which a restart does not change; see `job_id`."""
     since: str
@@ -242,7 +239,6 @@ class Status(TypedDict):
     started: float
     """The start time of this attempt's command, in seconds since 1970."""
     job: str | None
-    """The id of the scheduler's or launcher's job; see `job_id`."""
     host: str
     updated: float
 

@@ -90,7 +90,7 @@ def ece(rows: Sequence[tuple[float, bool]]) -> dict[str, float]:
 def test_calibration_error_lies_in_its_interval() -> None:
     """The true error is 0.1. The error in a sample is higher, and the errors in its resamples are still higher."""
     rng, held, by_percentiles = np.random.default_rng(5), 0, 0
-    for _ in range(20):
+    for _ in range(12):
         confidence = rng.uniform(0.4, 1, 60)
         values = bootstrap(ece, list(zip(confidence, rng.random(60) < confidence - 0.1, strict=True)))["ECE"]
         found = interval(values, "ECE")
@@ -98,5 +98,5 @@ def test_calibration_error_lies_in_its_interval() -> None:
         held += found.low <= 0.1 <= found.high
         low, high = np.percentile(values[1:], [2.5, 97.5])
         by_percentiles += low <= 0.1 <= high
-    assert held >= 16
-    assert by_percentiles < 10
+    assert held >= 10
+    assert by_percentiles < 6
