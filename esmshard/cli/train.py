@@ -33,8 +33,7 @@ def finetune(
         int, Option(min=0, max=1_000_000, metavar="N", help="Restart all processes up to N times after one is lost.")
     ] = 0,
     seeds: Annotated[
-        int | None,
-        Option(min=1, max=1_000, metavar="N", help="Train N times with different seeds (after --sweep, 3 by default)."),
+        int | None, Option(min=1, max=1_000, metavar="N", help="Train N times with different seeds (after --sweep, 3).")
     ] = None,
     folds: Annotated[
         int | None,
