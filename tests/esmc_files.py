@@ -5,7 +5,6 @@ Layout A is written by `transformers` from 5.16 on, B was on the hub in May 2026
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from model_files import perturb
@@ -76,14 +75,11 @@ def layout_c(model: EsmcForMaskedLM) -> dict[str, torch.Tensor]:
     return found
 
 
-def config_b() -> dict[str, Any]:
-    return {"model_type": "esmc", "d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "vocab_size": 64}
-
-
-def config_d() -> dict[str, Any]:
-    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "vocab_size": 64}
-    code = {"AutoModelForMaskedLM": "modeling_esm_plusplus.ESMplusplusForMaskedLM"}
-    return {"model_type": "ESMplusplus", "auto_map": code, "dropout": 0.0, "num_labels": 2, **sizes}
+CONFIGS = {
+    "B": {"model_type": "esmc", "d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "vocab_size": 64},
+    "D": {"model_type": "ESMplusplus", "dropout": 0.0, "num_labels": 2, "vocab_size": 64}
+    | {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS},
+}
 
 
 def write(directory: Path, layout: str, model: EsmcForMaskedLM) -> Path:
@@ -98,5 +94,5 @@ def write(directory: Path, layout: str, model: EsmcForMaskedLM) -> Path:
     else:
         state = layout_b(model) if layout == "B" else layout_c(model)
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-        (directory / "config.json").write_text(json.dumps(config_b() if layout == "B" else config_d()))
+        (directory / "config.json").write_text(json.dumps(CONFIGS[layout]))
     return directory

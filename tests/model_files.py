@@ -33,9 +33,8 @@ SMALL = {
     "ESM-1b": EsmConfig(n_layers=3, dim=64, n_heads=4, max_positions=1024, emb_layer_norm_before=True),
     "ESM-1v": EsmConfig(n_layers=3, dim=64, n_heads=4, max_positions=1024),
 }
-"""One of each family."""
 RELEASED_PREFIXES = ("encoder.sentence_encoder.", "encoder.")
-"""Of the trunk and of the LM head."""
+"""The prefixes of the trunk and of the LM head in released files."""
 ALPHABET = Alphabet.from_architecture("ESM-1b")
 
 
@@ -110,7 +109,7 @@ def tokenise(sequences: list[str]) -> tuple[torch.Tensor, TokenBatch]:
 
 
 def write_fair_esm(path: Path, model: FairEsm, prefixes: tuple[str, str] = RELEASED_PREFIXES) -> Path:
-    """`NAME.pt` and its contact regression as released: the trunk under one prefix, the LM head under another."""
+    """Write `NAME.pt` and its contact regression, with prefixes for the trunk and for the LM head."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     regression = {name: state.pop(name) for name in list(state) if name.startswith("contact_head.")}
     named = {prefixes[name.startswith("lm_head.")] + name: tensor for name, tensor in state.items()}
@@ -135,7 +134,7 @@ def write_fair_esm(path: Path, model: FairEsm, prefixes: tuple[str, str] = RELEA
 def write_transformers(
     directory: Path, model: nn.Module, config: EsmConfig, head: Mapping[str, torch.Tensor] | None = None
 ) -> Path:
-    """A directory in the layout of `transformers` 4, which is also ours; `model` has fair-esm's names."""
+    """Write a directory in the layout of `transformers` 4, which is also ours. `model` has fair-esm's names."""
     directory.mkdir()
     state = {FAMILY.key(name): t.contiguous() for name, t in model.state_dict().items() if name != TIED}
     state |= {f"head.{name}": tensor for name, tensor in (head or {}).items()}
@@ -153,7 +152,7 @@ def write_fresh(directory: Path, config: ModelConfig) -> Path:
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Change settings of a directory; `...` takes one out."""
+    """Change settings in `config.json`; the value `...` removes a setting."""
     path = directory / "config.json"
     settings = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}))

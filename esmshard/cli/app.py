@@ -93,7 +93,7 @@ def with_addresses(command: Command, values: dict[str, Any]) -> None:
 
 
 WELCOME = """\
-esmshard fine-tunes protein language models on your own proteins. Five things to do with it:
+esmshard fine-tunes protein language models on your proteins. Five examples:
 
   Train on contacts in structures    esmshard finetune contact
   Train on measured variants         esmshard finetune variants data.table=my.csv data.wild_type=wt.fasta out=runs/mine
@@ -101,8 +101,7 @@ esmshard fine-tunes protein language models on your own proteins. Five things to
   Embed any number of sequences      esmshard embed starter my.fasta -o my.h5
   See what fits on which GPUs        esmshard plan contact model.name=esm2_t36_3B_UR50D --gpus 8xA100-40GB
 
-The first and the last command need no files of yours. For all commands, type: esmshard --help. For the options and
-examples of a command, type: esmshard embed --help.
+The first and the last command need no files of yours. For help, type: esmshard --help, or: esmshard embed --help.
 """
 """The text for a user who types `esmshard` without a command."""
 
@@ -269,8 +268,7 @@ app.add_typer(infer.embeddings, name="embeddings", rich_help_panel="Use a model"
 
 @app.callback(invoke_without_command=True)
 def _options(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     if version:
         print(f"esmshard {__version__}")

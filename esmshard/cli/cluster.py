@@ -14,11 +14,7 @@ def launch(
     ctx: Context,
     what: Annotated[
         str,
-        Argument(
-            metavar="RECIPE",
-            help="A recipe file, or the name of a shipped one; or embed or doctor.",
-            autocompletion=recipes,
-        ),
+        Argument(metavar="RECIPE", help="A recipe file or shipped recipe; or embed or doctor.", autocompletion=recipes),
     ],
     arguments: Overrides = None,
     *,
@@ -27,20 +23,13 @@ def launch(
         str | None, Option(metavar="N|MIN:MAX", help="Machines (1). With 1:2, a run continues if it loses one.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None,
-        Option(min=0, max=1_024, metavar="N", help="GPUs of each machine; by default as in the site profile."),
+        int | None, Option(min=0, max=1_024, metavar="N", help="GPUs of each machine; by default the site profile's.")
     ] = None,
     nproc: Annotated[
         int | None, Option(min=1, max=1_024, help="Processes of each machine; by default one for each GPU, or one.")
     ] = None,
-    time_limit: Annotated[
-        str | None,
-        Option("--time", metavar="TIME", help="Slurm time limit, as 24:00:00; by default the site profile's."),
-    ] = None,
-    array: Annotated[
-        int | None,
-        Option(min=1, max=1_000_000, metavar="N", help="Number of workers of embed, which write one output together."),
-    ] = None,
+    time_limit: Annotated[str | None, Option("--time", metavar="TIME", help="Slurm time limit, as 24:00:00.")] = None,
+    array: Annotated[int | None, Option(min=1, max=1_000_000, metavar="N", help="Number of workers of embed.")] = None,
     name: Annotated[str | None, Option(metavar="NAME", help="Name of the job; by default the recipe's name.")] = None,
     out: Annotated[
         Path | None, Option("-o", "--out", help="File to write; by default NAME.sbatch or NAME.job.yaml.")
@@ -57,13 +46,7 @@ def launch(
     from esmshard.progress import say
 
     options = jobs.Options(
-        target=target,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        nproc=nproc,
-        time=time_limit,
-        array=array,
-        name=name,
+        target=target, nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, time=time_limit, array=array, name=name
     )
     site = sites.load()
     if site.python is None:

@@ -13,20 +13,15 @@ def ingest(
     fasta: Annotated[list[Path] | None, Argument(help="FASTA files or tables; - for standard input.")] = None,
     out: Annotated[Path | None, Option("-o", "--out", help="Directory of the store to make.")] = None,
     on_unknown: Annotated[
-        Literal["error", "mask", "drop"], Option(help="For symbols that are no residues; mask reads them as <mask>.")
+        Literal["error", "mask", "drop"], Option(help="What to do with symbols that are no residues.")
     ] = "error",
-    on_duplicate: Annotated[
-        Literal["error", "first", "suffix"], Option(help="For an id that occurs twice; equal records are no error.")
-    ] = "error",
-    on_nucleotides: Annotated[
-        Literal["error", "keep"], Option(help="For records that look like DNA or RNA; keep them if they are proteins.")
-    ] = "error",
+    on_duplicate: Annotated[Literal["error", "first", "suffix"], Option(help="For ids that occur twice.")] = "error",
+    on_nucleotides: Annotated[Literal["error", "keep"], Option(help="What to do with likely DNA or RNA.")] = "error",
     max_length: Annotated[
-        int | None, Option(min=8, max=1_000_000, help="Maximum number of residues of a record; needs --long.")
+        int | None, Option(min=8, max=10**6, help="Maximum residues of a record; needs --long.")
     ] = None,
     long: Annotated[
-        Literal["full", "crop", "window", "skip", "error"] | None,
-        Option(help="For sequences longer than --max-length."),
+        Literal["full", "crop", "window", "skip", "error"] | None, Option(help="What to do with longer sequences.")
     ] = None,
     sequence_column: SequenceColumn = None,
     id_column: IdColumn = None,
@@ -87,9 +82,7 @@ def split(
     out: Annotated[Path, Option("-o", "--out", help="Directory to make.")],
     by: Annotated[
         Literal["cluster", "ratio", "given", "position", "contiguous", "modulo", "mutations", "low-to-high"] | None,
-        Option(
-            help="Sequences: cluster (the default), ratio, given. Variants: position (the default), any but cluster."
-        ),
+        Option(help="Sequences: cluster (default), ratio, given. Variants: position (default), all but cluster."),
     ] = None,
     sets: Annotated[
         Path | None,
@@ -110,45 +103,35 @@ def split(
     target: TargetColumn = None,
     train_max: Annotated[
         str | None,
-        Option(
-            metavar="N", help="Maximum mutations in training (1); for low-to-high the maximum value, or a share (50%)."
-        ),
+        Option(metavar="N", help="Maximum mutations in training (1); for low-to-high, value or share (50%)."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Divide sequences or variants into training, validation and test sets, and report overlaps of the sets."""
-    from esmshard.data.splits.split_files import (
-        OF_SEQUENCES,
-        OF_VARIANTS,
-        FastaRecords,
-        VariantRows,
-        chosen,
-        counts_table,
-        divide,
-        may_write,
-        parse_ratios,
-    )
+    from esmshard.data.splits import split_files as files
     from esmshard.io.symbols import Rules
     from esmshard.progress import say
 
-    known = OF_SEQUENCES if wild_type is None else OF_VARIANTS
-    parts = None if ratios is None else parse_ratios(ratios)
-    method = chosen(
+    known = files.OF_SEQUENCES if wild_type is None else files.OF_VARIANTS
+    parts = None if ratios is None else files.parse_ratios(ratios)
+    method = files.chosen(
         known, by, ratios=parts, folds=folds, seed=seed, clusters=clusters, train_max=train_max, target=target
     )
     if sets is not None and (method.by != "given" or wild_type is not None):
         raise UsageError("--sets is for --by given with sequences; pass --by given, or leave --sets out")
     if wild_type is not None and (sequence_column or id_column):
         raise UsageError("--sequence-column and --id-column are for sequences; leave out these two or --wild-type")
-    may_write(out, overwrite)
+    files.may_write(out, overwrite)
     if wild_type is not None:
         targets = None if method.by != "low-to-high" else (target,) if target else ()
-        counts, notices = divide(VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, say)
+        counts, notices = files.divide(
+            files.VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, say
+        )
     elif mutant is not None or offset is not None:
         raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta, too")
     else:
         rules = Rules(sequence_column=sequence_column, id_column=id_column)
-        counts, notices = divide(FastaRecords(data, sets, rules), method, out, say)
+        counts, notices = files.divide(files.FastaRecords(data, sets, rules), method, out, say)
     for notice in notices:
         say(notice)
-    print(f"{out}\n{counts_table(counts, 'set' if folds is None else 'fold')}")
+    print(f"{out}\n{files.counts_table(counts, 'set' if folds is None else 'fold')}")

@@ -23,19 +23,10 @@ from esmshard.errors import InputError, UsageError
 def embed(
     model: Annotated[str, Argument(help="A model.", autocompletion=models)],
     fasta: Annotated[
-        Path,
-        Argument(
-            help="FASTA file or table, plain or compressed, - for standard input, a token store, structures (PDB, "
-            "mmCIF), or a bucket address."
-        ),
+        Path, Argument(help="FASTA file or table, - for standard input, token store, structures, or bucket address.")
     ],
     out: Annotated[
-        Path | None,
-        Option(
-            "-o",
-            "--out",
-            help="File to write. A name without an ending makes a directory of parts, also in a bucket (s3://, gs://).",
-        ),
+        Path | None, Option("-o", "--out", help="File; without an ending, a directory of parts, also in a bucket.")
     ] = None,
     fmt: Annotated[
         Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors", "biotrainer-h5", "parts"] | None,
@@ -45,8 +36,7 @@ def embed(
         str,
         Option(
             metavar="POOL,...",
-            help="mean, max, cls, residue, logits, contacts, attentions; by default mean for npy, csv, parquet, "
-            "zarr, h5ad and parts, else residue.",
+            help="mean, max, cls, residue, logits, contacts, attentions; by default mean or residue, by the format.",
         ),
     ] = "",
     layers: Annotated[
@@ -55,42 +45,33 @@ def embed(
     heads: Annotated[str, Option(metavar="N,...", help="Heads for --pool attentions, from 0; by default all.")] = "",
     dtype: Annotated[Literal["fp32", "fp16", "bf16"], Option(help="Type of the numbers in the file.")] = "fp32",
     precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], Option(help="Precision; auto is the fastest on the device.")
+        Literal["auto", "fp32", "bf16", "fp16"], Option(help="Precision; auto is the fastest.")
     ] = "auto",
     long: Annotated[
-        Literal["full", "window", "truncate"],
-        Option(help="For proteins longer than --window; windows overlap and are blended."),
+        Literal["full", "window", "truncate"], Option(help="What to do with proteins longer than --window.")
     ] = "full",
     window: Annotated[
-        int | None,
-        Option(min=2, help="Residues in a window, or before the cut of truncate; by default as many as in training."),
+        int | None, Option(min=2, help="Residues of a window, or after truncate; by default as in training.")
     ] = None,
     overlap: Annotated[int, Option(help="Residues that neighbouring windows share.")] = 256,
     tokens: Annotated[
-        int | None,
-        Option(
-            min=1, max=1_000_000_000, help="Tokens computed at once; by default 2,048 on a CPU and 16,384 on a GPU."
-        ),
+        int | None, Option(min=1, max=10**9, help="Tokens computed at once; by default 2,048 (CPU) or 16,384 (GPU).")
     ] = None,
     track: TrackPaths = None,
     join: Join = None,
     nproc: LocalProcesses = None,
     device: Device = None,
-    reuse: Annotated[
-        Path | None, Option(metavar="DIR", help="Copy the values of equal sequences from an earlier output.")
-    ] = None,
+    reuse: Annotated[Path | None, Option(metavar="DIR", help="Copy equal sequences from an earlier output.")] = None,
     engine: Annotated[
         Literal["local", "array", "ray"],
         Option(help="Processes of this machine, workers of a job array that all run this command, or a Ray cluster."),
     ] = "local",
     worker: Annotated[
-        str | None,
-        Option(metavar="I/N", help="For --engine array: number I (from 0) of N workers; by default from the job."),
+        str | None, Option(metavar="I/N", help="For --engine array: this is worker I (from 0) of N.")
     ] = None,
     ray_address: Annotated[str, Option(metavar="auto|local|ADDRESS", help="For --engine ray: the cluster.")] = "auto",
     offload: Annotated[
-        bool,
-        Option("--offload", help="Divide a model that is larger than a GPU over all GPUs, the memory and the disk."),
+        bool, Option("--offload", help="Divide a large model over all GPUs, the memory and the disk.")
     ] = False,
     strict: Annotated[bool, Option("--strict", help="Exit code 1 if a record failed.")] = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Only print the size of input and output.")] = False,
@@ -177,66 +158,35 @@ def predict(
     model: Annotated[str, Argument(help="A fine-tuned model directory; for variants, also a run.")],
     data: Annotated[
         Path | None,
-        Argument(
-            help="FASTA file or table, - for standard input, a token store, or structures (PDB, mmCIF); for "
-            "variants, their table."
-        ),
+        Argument(help="FASTA file or table, - for standard input, token store, or structures; for variants, a table."),
     ] = None,
     out: Annotated[
         Path | None,
-        Option(
-            "-o",
-            "--out",
-            help="File to write: .npz, .h5, .zarr or .safetensors (one array per record), .csv or .parquet.",
-        ),
+        Option("-o", "--out", help="File: .npz, .h5, .zarr or .safetensors (one array per record), .csv or .parquet."),
     ] = None,
     all_singles: Annotated[
         bool, Option("--all-singles", help="For variants: rank every single substitution; without a table.")
     ] = False,
     propose: Annotated[
-        int | None,
-        Option(
-            min=1,
-            max=1_000_000,
-            metavar="N",
-            help="For variants: choose N promising, different variants to measure next.",
-        ),
+        int | None, Option(min=1, max=1_000_000, metavar="N", help="For variants: choose N to measure next.")
     ] = None,
-    kappa: Annotated[
-        float, Option(min=0, help="For --propose: number of standard deviations to add to a prediction.")
-    ] = 1.0,
-    diversity: Annotated[
-        float, Option(min=0, help="For --propose: penalty for a position or residue that is already chosen.")
-    ] = 0.15,
+    kappa: Annotated[float, Option(min=0, help="For --propose: standard deviations to add to a prediction.")] = 1.0,
+    diversity: Annotated[float, Option(min=0, help="For --propose: penalty for positions chosen already.")] = 0.15,
     sites: Annotated[
         str | None,
-        Option(
-            metavar="39,40,41",
-            help="For --propose: the positions that may change, or all; by default those that vary in training.",
-        ),
+        Option(metavar="39,40,41", help="For --propose: positions that may change, or all; by default as in training."),
     ] = None,
     baseline: Annotated[
         str | None,
-        Option(
-            "--with",
-            metavar="BASELINE",
-            help="For variants: rank by a baseline (one-hot, zero-shot, augmented or embedding), not by the models.",
-        ),
+        Option("--with", metavar="BASELINE", help="For variants: rank by one-hot, zero-shot, augmented or embedding."),
     ] = None,
     mutant: MutantColumn = None,
-    offset: Annotated[
-        int | None,
-        Option(help="For a table: number to add to its positions; by default the same as in training."),
-    ] = None,
-    png: Annotated[
-        Path | None, Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
-    ] = None,
+    offset: Annotated[int | None, Option(help="Added to the positions of a table; by default as in training.")] = None,
+    png: Annotated[Path | None, Option(metavar="DIR", help="For contacts: directory for pictures.")] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,
     device: Device = None,
-    strict: Annotated[
-        bool, Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
-    ] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit code 1 if a record of a FASTA file failed.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write the predictions of a fine-tuned head: contact maps, classes, values, or variants (the best first)."""

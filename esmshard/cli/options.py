@@ -51,16 +51,14 @@ Complexes = Annotated[
     str | None,
     Option(
         metavar="all|FILE",
-        help="For structures: all makes one record from all chains of a file; FILE lists records such as 1abc_A:B.",
+        help="For structures: all makes a record of all chains; FILE lists records such as 1abc_A:B.",
     ),
 ]
 Device = Annotated[
     str | None,
     Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:N or mps; by default the GPU, if there is one."),
 ]
-IdColumn = Annotated[
-    str | None, Option(metavar="COLUMN", help="Table column with the ids; by default id or a similar name.")
-]
+IdColumn = Annotated[str | None, Option(metavar="COLUMN", help="Table column with the ids; by default id or similar.")]
 Join = Annotated[
     str | None,
     Option(
@@ -72,7 +70,7 @@ LocalProcesses = Annotated[
     int | None, Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
 ]
 MutantColumn = Annotated[
-    str | None, Option(metavar="COLUMN", help="Table column with the mutations; by default mutant or a similar name.")
+    str | None, Option(metavar="COLUMN", help="Table column with the mutations; by default mutant or similar.")
 ]
 Overrides = Annotated[
     list[str] | None,
@@ -80,22 +78,18 @@ Overrides = Annotated[
 ]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an earlier result.")]
 Recipe = Annotated[
-    str,
-    Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).", autocompletion=recipes),
+    str, Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).", autocompletion=recipes)
 ]
 SequenceColumn = Annotated[
-    str | None,
-    Option(metavar="COLUMN", help="Table column with the sequences; by default sequence or a similar name."),
+    str | None, Option(metavar="COLUMN", help="Table column with the sequences; by default sequence or similar.")
 ]
 TargetColumn = Annotated[
     str | None,
-    Option("--target", metavar="COLUMN", help="Column with the measured values; by default score or a similar name."),
+    Option("--target", metavar="COLUMN", help="Column with the measured values; by default score or similar."),
 ]
 TrackPaths = Annotated[
     list[str] | None,
     Option(
-        "--track",
-        metavar="NAME=PATH",
-        help="A further input of the model, such as 3di=letters.fasta (repeatable).",
+        "--track", metavar="NAME=PATH", help="A further input of the model, such as 3di=letters.fasta (repeatable)."
     ),
 ]

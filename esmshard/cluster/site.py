@@ -38,11 +38,7 @@ Option = Annotated[
 ]
 Line = Annotated[str, _form(r"(?=.*\S)[^\n\r\0]+", "one line of bash; write one entry per line")]
 Mount = Annotated[
-    str,
-    _form(
-        r"/[^\s:,]*(:/[^\s:,]*(:[a-z+]+)?)?",
-        "a directory such as /data or /data:/data:ro, an absolute path without blanks",
-    ),
+    str, _form(r"/[^\s:,]*(:/[^\s:,]*(:[a-z+]+)?)?", "an absolute path without blanks, such as /data or /data:/data:ro")
 ]
 AbsolutePath = Annotated[str, _form(r"/[^\n\0]+", "an absolute path of one line")]
 Quantity = Annotated[str, _form(r"\d{1,9}[A-Za-z]{0,2}", "a size such as 60G or 96Gi")]

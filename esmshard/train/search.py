@@ -54,7 +54,6 @@ class Search:
     settings: SweepSettings
     task: Task
     processes: int
-    """The number of processes of each trial."""
     count: int
     """The total number of trials of all workers."""
     flags: Sequence[str]
@@ -295,7 +294,6 @@ def _stored(space: SearchSpace, values: Sequence[Any]) -> list[Any]:
 
 
 def _suggested(trial: "Trial", key: str, space: SearchSpace) -> Any:
-    """Return the value that Optuna's sampler chooses for a recipe key."""
     if space.choices is not None:
         return json.loads(trial.suggest_categorical(key, _stored(space, space.choices)))
     suggest: Any = trial.suggest_int if space.is_whole else trial.suggest_float

@@ -101,7 +101,6 @@ def test_an_adapter_of_the_trunk_alone(base: Path, tmp_path: Path) -> None:
     found, plain = weights.read(str(adapter)), weights.read(str(base))
     assert torch.equal(found["lm_head.dense.weight"], plain["lm_head.dense.weight"])
     assert (found.absent, found.notices, found.head, found.seed) == ((), (), {}, None)
-    assert found.files == (base / "model.safetensors", adapter / "adapter_model.safetensors")
     block, batch = tokenise(SEQUENCES)
     with torch.no_grad():
         x_TD = weights.build(found, torch.device("cpu"))(batch).representations[CONFIG.n_layers]
@@ -199,7 +198,6 @@ def test_random_weights_as_the_base_follow_from_their_seed(tmp_path: Path) -> No
     other = weights.read(str(own("nano", tmp_path / "other", weights.fresh(CONFIG, 8))))
     with pytest.raises(InputError, match=r"step_1: .* another model .other made"):
         weights.check(weights.identity(other, "y"), weights.identity(found, "x"), "step_1")
-    assert [file.name for file in found.files] == ["adapter_model.safetensors", "head.safetensors"]
 
 
 def test_an_adapter_on_top_of_an_adapter(base: Path, tmp_path: Path) -> None:
@@ -256,14 +254,12 @@ def test_damage_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
         weights.build(found, torch.device("cpu"))
     damaged = shutil.copytree(base, tmp_path / "damaged")
     of_base = load_file(damaged / "model.safetensors")
-    names = ("layers.0.self_attn.q_proj.weight", "layers.0.fc2.weight")
-    for name in names:
-        of_base[str(FAMILY.key(name))][1, 1] = torch.inf
+    name = "layers.0.self_attn.q_proj.weight"
+    of_base[str(FAMILY.key(name))][1, 1] = torch.inf
     save_file(of_base, damaged / "model.safetensors")
     edit(adapter, base_model_name_or_path=str(damaged))
-    for name in names:
-        with pytest.raises(InputError, match=rf"damaged: {name} holds a value"):
-            weights.read(str(adapter))[name]
+    with pytest.raises(InputError, match=rf"damaged: {name} holds a value"):
+        weights.read(str(adapter))[name]
     (adapter / "esmshard.json").write_text('{"base": {"name": "x"}}')
     with pytest.raises(InputError, match=r"esmshard.json: damaged"):
         weights.read(str(adapter))

@@ -124,8 +124,7 @@ def test_a_fine_tuned_model_keeps_its_head_and_what_is_known_of_it(fine_tuned: P
     for name, tensor in HEAD.items():
         assert torch.equal(found.head[name](), tensor)
     about = json.loads((out / "esmshard.json").read_text())
-    assert (about["format"], about["step"]) == ("esmshard-model", 7)
-    assert len(about["weights_sha256"]) == 64, "of the new files"
+    assert (about["format"], about["step"], len(about["weights_sha256"])) == ("esmshard-model", 7, 64)
 
 
 def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) -> None:
@@ -135,8 +134,6 @@ def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) 
     for source, out in [*cases, (tmp_path / "link", fine_tuned), (fine_tuned, tmp_path / "link")]:
         with pytest.raises(UsageError, match="holds the model to read"):
             consolidate(source, out, overwrite=True)
-    with pytest.raises(UsageError):
-        consolidate(fine_tuned, fine_tuned)
     assert {path.name: path.read_bytes() for path in fine_tuned.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
 

@@ -55,8 +55,7 @@ def model(tmp_path: Path) -> Path:
 
 
 def test_a_model_is_pushed_and_again_only_if_asked(server: Repositories, model: Path) -> None:
-    assert push(str(model), NAME, private=True) == f"{URL}/{NAME}"
-    assert server.made == {NAME: True}
+    assert (push(str(model), NAME, private=True), server.made) == (f"{URL}/{NAME}", {NAME: True})
     there = server.directory / NAME
     files = {file.name: file.read_bytes() for file in model.iterdir() if file.name != ".secret"}
     assert {file.name: file.read_bytes() for file in there.iterdir()} == files

@@ -37,7 +37,6 @@ class Saved(NamedTuple):
     model: EsmForMaskedLM
     directory: Path
     state: State
-    """The tensors in its model.safetensors."""
     block: torch.Tensor
     batch: TokenBatch
     hidden: tuple[torch.Tensor, ...]

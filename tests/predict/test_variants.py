@@ -131,7 +131,6 @@ def _own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def ranked(run: Path, text: str | None = None, **given: Any) -> tuple[list[dict[str, str]], dict[str, Any]]:
-    """Rows of the output, and the facts beside it."""
     if text is not None:
         Path("v.csv").write_text(text)
     count = rank(str(run), None if text is None else Path("v.csv"), Path("out.csv"), overwrite=True, **given)
@@ -172,9 +171,6 @@ def table(names: Sequence[str]) -> str:
 
 def numbers(rows: Sequence[dict[str, str]], column: str) -> list[float]:
     return [float(row[column]) for row in rows]
-
-
-# Ranks
 
 
 def test_variants_stand_in_order_with_the_columns_of_their_table(runs: Path) -> None:
@@ -281,9 +277,6 @@ def test_mistakes(runs: Path, tmp_path: Path) -> None:
     assert Path("y.csv").read_text() == "mine"
 
 
-# What training has seen
-
-
 def test_variants_of_training_are_compared_out_of_fold(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     of_run = by_name(read_csv(runs / "plain" / "variants.csv"))
     new = {name: float(n % 5) for n, name in enumerate(NAMES[20:])}
@@ -323,9 +316,6 @@ def test_tables_are_numbered_as_that_of_the_run(runs: Path) -> None:
     assert (singles["M1A"]["mutant in table"], singles["F14A"]["mutant in table"]) == ("M-7A", "F6A")
     with pytest.raises(InputError, match=r"shifted by \+8 do not fit"):
         ranked(runs / "shifted", "mutant\nF14A\n")
-
-
-# Intervals, proposals and baselines of a library
 
 
 def test_the_coverage_is_that_of_folds_left_out(runs: Path, tmp_path: Path) -> None:

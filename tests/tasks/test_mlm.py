@@ -40,9 +40,6 @@ def model() -> FineTuner:
     return FineTuner(ours(fair_esm(TINY), TINY), LanguageModelHead()).eval()
 
 
-# What is hidden
-
-
 def test_shares_are_those_of_esm() -> None:
     amino_acids, eligible, parts = encode("".join(LETTERS))[1:-1], 0, []
     for one in records(120_000):
@@ -101,9 +98,6 @@ def test_a_linker_is_never_hidden_and_never_drawn() -> None:
         assert (corrupted == SEPARATOR).sum() == 30
 
 
-# Loss and scores
-
-
 def test_loss_scores_and_summary_are_over_residues() -> None:
     rng, counts = np.random.default_rng(5), (4, 0, 9)
     outputs = [(rng.standard_normal((n, 33)) * 3).astype(np.float32) for n in counts]
@@ -129,9 +123,6 @@ def test_loss_scores_and_summary_are_over_residues() -> None:
     assert all(np.isnan(v) for v in TASK.summary([rows[1]]).values())
 
 
-# Model
-
-
 def test_predictions_are_probabilities_of_the_20_amino_acids(model: FineTuner) -> None:
     one = example("MKTXAYIAKQR")
     question = TASK.question(one)
@@ -142,9 +133,6 @@ def test_predictions_are_probabilities_of_the_20_amino_acids(model: FineTuner) -
     order = [int(encode(letter)[1]) for letter in LETTERS]
     assert found == pytest.approx(torch.from_numpy(logits_LV)[:, order].softmax(1).numpy(), abs=1e-6)
     assert (found.dtype, list(TASK.names), TASK.per_residue) == (np.float32, LETTERS, True)
-
-
-# Baselines and the rest of the protocol
 
 
 def test_the_frequencies_baseline_guesses_alike_everywhere(model: FineTuner) -> None:

@@ -39,7 +39,6 @@ UNIT = {"kind": "none", "mean": 0.0, "deviation": 1.0}
 
 
 def task(targets: Sequence[str] = ("y",), lower: Sequence[str] = (), **given: Any) -> VariantTask:
-    """One that has read labels of mean 0 and deviation 1."""
     facts = {"targets": list(targets), "lower_is_better": list(lower), "scales": [UNIT] * len(targets)}
     return VariantTask(
         VariantSettings(name="variant", **given), {**facts, "protein": WT, "first": 0, "length": len(WT)}
@@ -69,7 +68,6 @@ def trunk() -> ESM2:
 
 
 def model(trunk: ESM2, made: VariantTask, seed: int = 0) -> FineTuner:
-    """A head whose every parameter matters."""
     torch.manual_seed(seed)
     head = made.head(NANO)
     for parameter in head.parameters():
@@ -82,7 +80,6 @@ def say(found: FineTuner, made: VariantTask, *names: str) -> np.ndarray:
 
 
 def logits(trunk: ESM2) -> torch.Tensor:
-    """Of the whole wild type, [L, V], by a plain pass."""
     with torch.no_grad():
         found = trunk(pack([encode(WT)]), logits_at=torch.arange(1, len(WT) + 1)).logits_PV
     assert found is not None
@@ -94,9 +91,6 @@ def log_odds(trunk: ESM2, name: str) -> float:
     log_p = logits(trunk).double().log_softmax(-1)
     pairs = [(m.position, encode(m.mutant)[1], encode(m.wild)[1]) for m in parse_variant(name)]
     return float(sum(log_p[at, int(new)] - log_p[at, int(old)] for at, new, old in pairs))
-
-
-# Packs and pools
 
 
 @pytest.mark.parametrize("pool", POOLS)
@@ -159,11 +153,7 @@ def test_the_zero_shot_term_of_a_new_head(trunk: ESM2) -> None:
     assert made._zero_shot(example("K2U:Q9C"), log_p_LA) == made._zero_shot(example("Q9C"), log_p_LA) != 0
 
 
-# Losses
-
-
 def plain(loss: str, output: float, target: float) -> float:
-    """Of one value."""
     error = abs(output - target)
     if loss == "ranking":
         at = [float(stats.norm.ppf(k / 16)) for k in range(1, 16)]
@@ -191,11 +181,7 @@ def test_losses_are_the_plain_ones_over_known_targets() -> None:
             assert outputs.grad.isfinite().all()
 
 
-# What is learned of training labels
-
-
 def train(directory: Path, values: dict[str, Sequence[float]], names: Sequence[str], **data: Any) -> Examples:
-    """A training split of variants with values of one or more targets."""
     rows = ["mutant," + ",".join(values)]
     for n, name in enumerate(names):
         rows.append(",".join([name, *("" if math.isnan(v[n]) else repr(float(v[n])) for v in values.values())]))
@@ -244,9 +230,6 @@ def test_the_ranking_loss_sees_the_order_only(tmp_path: Path) -> None:
     assert targets[2] != pytest.approx(targets[3], abs=1e-6)
 
 
-# Scales
-
-
 VALUES = np.array([0.5, 1.0, 2.0, 2.0, 9.0, 30.0])
 
 
@@ -267,8 +250,6 @@ def test_scales_go_there_and_back_and_are_as_by_hand() -> None:
     assert [rank.to(value) for value in VALUES] == pytest.approx(expected, abs=1e-9)
     assert rank.to(30 + VALUES.std()) == pytest.approx(expected[-1] + 1), "beyond them a straight line"
 
-
-# Baselines
 
 SEEN = [f"{WT[n]}{n + 1}{letter}" for n in range(12) for letter in "ADGW" if letter != WT[n]]
 UNSEEN = [f"{WT[n]}{n + 1}{letter}" for n in range(14, 23) for letter in "CHIP" if letter != WT[n]]
@@ -313,9 +294,6 @@ def test_frozen_features_by_hand(trunk: ESM2) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ESM2, "forward", None)
         assert np.array_equal(variants.frozen(base, encode(WT), asked[::-1], "sites"), found[::-1]), "computed once"
-
-
-# The probe
 
 
 @pytest.mark.parametrize("pool", ["wild_type", "mean"])
