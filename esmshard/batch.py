@@ -217,7 +217,7 @@ class Inputs:
     logits_at: npt.NDArray[np.int64] | None = None
     """Positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
-    """For a variant, the tokens of its wild type. All inputs of a batch share one wild type, which is packed once."""
+    """For a variant, the tokens of its wild type; otherwise None. All inputs of a batch have the same wild type."""
     wild_type_logits: bool = False
     """Whether the task head needs the language model's logits for the wild type at the changed residues."""
     wild_type_alone: bool = False

@@ -236,7 +236,7 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "hea
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Divides the memory of one rank at the peak of a step by purpose, in bytes."""
+    """The memory of one rank at the peak of a step, by purpose, in bytes."""
 
     when: str  # the moment of the peak, such as "optimizer step"
     parameters: int  # this rank's share of the fp32 weights, and all quantised weights
@@ -759,7 +759,7 @@ class Plan:
 
 
 def plan(recipe: Recipe, machines: Machines) -> Plan:
-    """Estimate every strategy and checkpointing mode, and if no option fits, also with `cpu_offload`.
+    """Estimate every strategy with every checkpointing mode. If no option fits, estimate all with `cpu_offload` too.
 
     If the recipe sets neither `parallel.tensor` nor `parallel.context`, the options also have other powers of two for
     `parallel.tensor`.

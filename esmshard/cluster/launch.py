@@ -31,7 +31,7 @@ Target = Literal["slurm", "kubernetes"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".job.yaml"}
-"""The ending of the job file for each scheduler. It must differ from the ending of a recipe with the same name."""
+"""The ending of the job file for each scheduler. With `.yaml`, a job file could replace a recipe of the same name."""
 COMMANDS: dict[Target, tuple[str, ...]] = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
 """The command that submits a job file to each scheduler. The path of the file is the last argument."""
 MAX_RESTARTS = 3
@@ -77,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `esmshard launch`. None means that the user did not set an option."""
+    """The options of `esmshard launch`. None means that the user did not set the option."""
 
     target: Target
     nodes: str | None = None
@@ -253,8 +253,8 @@ def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
 
 
 def submit(path: Path, target: Target) -> str:
-    """Submit a job file, and return the answer of the scheduler. Without a scheduler, return the command to type on
-    another machine. Raises `InputError` if the scheduler refuses the file.
+    """Submit a job file, and return the answer of the scheduler. Without `sbatch` or `kubectl`, return the command to
+    type on another machine. Raises `InputError` if the scheduler refuses the file.
     """
     program, *arguments = COMMANDS[target]
     file = str(path) if path.is_absolute() else f"./{path}"  # a name that begins with - would be an option

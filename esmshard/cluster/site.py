@@ -32,7 +32,7 @@ def _form(pattern: str, what: str) -> AfterValidator:
 
 
 Word = Annotated[str, _form(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", "without blanks, quotes, backslashes, backquotes, # and $")]
-"""A text for an #SBATCH line of a Slurm script. Slurm does not always understand quotes in these lines."""
+"""A text for an #SBATCH line of a Slurm script. Quotes are not allowed, because Slurm may misread them."""
 Option = Annotated[
     str, _form(r"--[a-z][a-z-]*(=[^\s\x00-\x1f\x7f\"'`\\#$]+)?", "an option such as --mail-type=END, without blanks")
 ]

@@ -1,4 +1,4 @@
-"""Context parallelism: a few neighbouring ranks divide the tokens of each pack (a batch of whole sequences end to end).
+"""Context parallelism: a few neighbouring ranks divide the tokens of each pack (a batch without padding).
 
 Each rank computes a layer for its own tokens only, but with all matrices and all attention heads. FSDP shards the
 matrices over all ranks. Each layer gathers the keys and values of all tokens once. The backward pass sums and scatters

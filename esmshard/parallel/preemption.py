@@ -79,7 +79,7 @@ def seconds(duration: str) -> int:
 class Preemption:
     """Receives requests to stop this process, inside a `with` block.
 
-    A signal raises `Preempted` at once, except inside the method `noted`. Python runs signal handlers only between two
+    A signal raises `Preempted` at once, except inside a block of `noted`. Python runs signal handlers only between two
     instructions, so a process that waits in a collective for a lost rank does not react. Therefore a thread also reads
     each signal, and ends the process after `LEAVE_WITHIN` seconds.
 

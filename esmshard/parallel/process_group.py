@@ -248,7 +248,7 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
     except dist.DistError as error:
         words = " ".join(str(error).split("\n")[0].split())
         raise LostProcess(
-            f"rank {rank}: the {size} ranks did not all meet at {host}:{port} within {seconds} s ({words}); check "
+            f"rank {rank}: the {size} ranks did not all connect to {host}:{port} within {seconds} s ({words}); check "
             "that all were started and can reach that address, then start again with --resume auto"
         ) from None
     return store

@@ -1,8 +1,8 @@
 """Tensor parallelism: a few neighbouring ranks compute each layer together (Shoeybi et al. 2019, arXiv:1909.08053).
 
 Each rank computes some attention heads, and some columns of the feed-forward part, for all tokens of the pack (a batch
-of whole sequences end to end). For norms and the residual stream, each rank computes only its own tokens (Korthikanti
-et al. 2022, arXiv:2205.05198). So a layer communicates four times in the forward pass:
+without padding). For norms and the residual stream, each rank computes only its own tokens (Korthikanti et al. 2022,
+arXiv:2205.05198). So a layer communicates four times in the forward pass:
 
     norm of own tokens -> gather tokens -> own heads    -> sum over ranks, scatter tokens -> add to own tokens
     norm of own tokens -> gather tokens -> own columns  -> sum over ranks, scatter tokens -> add to own tokens
@@ -213,7 +213,7 @@ class _TensorAttention(PackedAttention):
 class DividedNorm(nn.LayerNorm):
     """Computes a LayerNorm over the model's width D, when each rank has only the columns of its attention heads.
 
-    For each token, the ranks exchange a sum and a sum of squares. A gather would send D numbers.
+    For each token, the ranks exchange a sum and a sum of squares. A gather would exchange all D numbers.
     """
 
     def __init__(self, norm: nn.LayerNorm, rows: Rows) -> None:
