@@ -89,7 +89,7 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
 
 
 def as_list(given: Any, what: str) -> list[Any]:
-    """Make a list from a list, tuple, generator, 1-d array or Series of strings.
+    """Make a list from a list, tuple, generator, 1-d array or Series of strings. `what` names the strings in messages.
 
     Raise `UsageError` for other collections: the items of a table are columns, the items of a Biopython sequence are
     letters, and a set has no order.
