@@ -83,7 +83,7 @@ class Model:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The column names of `predict`: targets, classes or amino acids; empty for pair maps or without a head."""
+        """The column names of `predict`: targets, classes or amino acids; empty for maps of pairs or without a head."""
         return () if self.tuned is None else self.tuned.task.names
 
     def __repr__(self) -> str:

@@ -70,7 +70,7 @@ class Run:
         """The test metrics of model and baselines: `evaluation.json`, or `summary.json` for several runs."""
         evaluation = self._json("summary.json") or self._json("evaluation.json")
         if evaluation is None:
-            raise InputError(f"{self.path}: not evaluated yet; finetune writes evaluation.json at the end")
+            raise InputError(f"{self.path}: not evaluated yet; wait until finetune has written evaluation.json")
         return evaluation
 
     def model(self, **options: Any) -> "Model":

@@ -120,7 +120,7 @@ def _of_file(path: Path, linker: int) -> SequenceInputs:
 def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
     """Return the substitutions of each variant, such as `A24G:V30L` or `WT`, without synonymous substitutions.
 
-    The first residue of the wild type `protein` has the number 1. Raise `InputError` if a variant cannot be read, does
+    The first residue of the wild type `protein` has position 1. Raise `InputError` if a variant cannot be read, does
     not fit the protein, or has a stop codon.
 
     >>> [len(mutations) for mutations in variants(["K2R:T3S", "WT", "K2K"], "MKT")]

@@ -112,7 +112,7 @@ def share(text: str | None) -> Share:
     for number_name, count_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if number_name in env and count_name in env:
             return Share(int(env[number_name]), int(env[count_name]))
-    raise UsageError("--engine array: this process does not know its number; give --worker I/N, such as --worker 0/8")
+    raise UsageError("--engine array: no variable says which worker this is; give --worker I/N, such as --worker 0/8")
 
 
 def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> None:
