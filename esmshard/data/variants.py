@@ -166,7 +166,7 @@ NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score 
 Replicates = Literal["error", "mean", "keep"]
 Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
-"""The maximum share of unusable rows in a table. A table with more unusable rows is refused."""
+"""A table is refused if over this share of its rows have no valid variant, or do not fit the wild type."""
 
 FEW_SITES, COMBINED = 10, 0.1
 """Variants are a combinatorial library if they change at most FEW_SITES sites in total, and if more than the share

@@ -221,7 +221,7 @@ class Examples:
         return ChainWindows(((0, length),), (self._max_length,))
 
     def _shorten(self, long: Long, max_length: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Shorten records over `max_length` residues. Return the length of each example, int32 [E]."""
+        """Crop, cut or leave out (`long`) records over `max_length` residues. Return the length of each example [E]."""
         over = np.flatnonzero(lengths > max_length)
         first = self.store.id(int(self._record_E[over[0]]))
         if long == "error":

@@ -25,7 +25,7 @@ from esmshard.vocab import encode_residues
 FOLDS = 5
 """The default number of folds for a table of variants."""
 FLOOR = 0.9
-"""A notice says if at least this share of the target values lies in the worst tenth of their range."""
+"""If at least this share of the values of a target lies in the worst tenth of their range, a notice says so."""
 OUT_OF_FOLD = "variants.csv"
 """The file that a cross-validation writes, with a row for each row of the table of variants."""
 LEFT_OUT_WHY = "left out because"

@@ -176,7 +176,7 @@ def _read_structure(path: Path) -> gemmi.Structure:
 
 
 def _check_coordinates(path: Path, text: str) -> None:
-    """Raise `InputError` if a coordinate in a PDB file is no number, which gemmi would read as 0."""
+    """Raise `InputError` if a coordinate in a PDB file is no number, since gemmi would read it as 0."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.startswith(("ATOM", "HETATM")):
             for column in (line[30:38], line[38:46], line[46:54]):

@@ -123,7 +123,7 @@ VERSION = 3
 """The version of the code that converts structures. When this number changes, all structures are read again."""
 _FASTA = "structures.fasta"
 MANY = 100
-"""Progress is shown for at least this number of structure files."""
+"""Progress is shown if there are at least this number of structure files."""
 
 
 def holds_structures(path: Path) -> bool:
