@@ -133,7 +133,7 @@ class ResidueTask(LabelTask):
         if len(target) > 1:
             raise UsageError(f"data.target: residues have one label, not {len(target)}; name one column")
         if isinstance(source, Path) and target[0] is not None:
-            raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
+            raise UsageError(f"data.target: the label FASTA {source} has no columns; remove data.target")
         return residue_labels(
             store,
             fasta,
