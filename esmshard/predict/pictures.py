@@ -24,7 +24,7 @@ HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
-    """Raise `UsageError` if `folder` is a file, if it is not empty and `overwrite` is unset, or without matplotlib."""
+    """Raise `UsageError` if `folder` is a file or (without `overwrite`) not empty, or if matplotlib is missing."""
     matplotlib_figure()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; name a directory for the pictures")

@@ -73,7 +73,7 @@ def choose(
     2014, JMLR 15:3873, with the models in place of a Gaussian process). A measurement of other variants reduces only
     half of a variant's variance, since the other half is assumed to be independent of them.
 
-    The models of a cross-validation differ much less than the variants do, so `sd` alone could choose the same
+    Predictions differ much less between models than between variants, so without a cost the choices could be the same
     substitution at every position. Shared traits therefore have a cost. `spread` is the standard deviation of the mean
     predictions of all candidates. A trait is a position, a wild-type residue or a mutant residue. `shared` is how many
     traits a variant shares with each chosen variant, added up and divided by the number of the variant's changes.

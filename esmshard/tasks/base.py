@@ -143,10 +143,11 @@ class Task(ABC):
         return []
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Compute outputs of the base model that the method `baselines` needs, and store them in `base.remembered`.
+        """Compute the outputs of `base`, the model before training, that the method `baselines` needs. Store them in
+        `base.remembered`.
 
         Each rank computes its examples `mine`, which are indices of `train`. Then the first rank calls `baselines` with
-        the outputs of all ranks. `base` is the model before training.
+        the outputs of all ranks.
         """
         return
 

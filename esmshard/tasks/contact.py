@@ -314,8 +314,8 @@ def fit_regression(
     """Fit a logistic regression over attention maps. Return the weight of each map and then the bias, [maps + 1].
 
     Maps are ordered layer by layer, as in `contact_head.regression`. If the features have more than MOST_NUMBERS
-    values, only a random part of the pairs without contact is used. These pairs get a higher weight, so that the
-    expected loss and the meaning of the penalty C stay the same.
+    values, only a random part of the pairs without contact is used. The pairs in this part get a higher weight,
+    so that the expected loss and the meaning of the penalty C stay the same.
 
     Args:
         trunk: a model in evaluation mode.

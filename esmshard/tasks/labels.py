@@ -133,7 +133,7 @@ class LabelTask(Task):
         if not counts.any():
             problem = f"no training {unit} has a label; check labels and masks"
         elif several and (counts == len(train)).all():
-            problem = "every training record has the same labels; give others"
+            problem = "every training record has the same labels; give labels that differ"
         elif not several and len(absent) == len(names) - 1:
             name = shown(names[int(counts.argmax())])
             problem = f"every training {unit} has the class {name}; give labels of two classes or more"
@@ -233,7 +233,7 @@ class LabelTask(Task):
 
     @abstractmethod
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.floating]:
-        """Return the base model's representation of each residue [L, D], or the means over S sequences [S, D]."""
+        """Return the representation of each residue by the model `base` [L, D], or the mean of each sequence [S, D]."""
 
     def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], npt.NDArray[Any]]:
         """Choose at most MOST_ROWS labelled residues, evenly spread, or all records if records have labels. Return the

@@ -231,7 +231,7 @@ def confusion(target_M: npt.NDArray[np.int64], predicted_M: npt.NDArray[np.int64
 def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
     """Compute accuracy, MCC and macro-F1 from a confusion matrix (see `confusion`). If all counts are 0, they are NaN.
 
-    MCC is the version for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006). MCC is 0 if all
+    MCC is computed as for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006). MCC is 0 if all
     targets or all predictions are of one class. Macro-F1 is the mean over classes that occur as target or prediction.
     """
     samples, right_C = counts_CC.sum(), counts_CC.diagonal()
@@ -345,8 +345,8 @@ def draws(n: int, block_N: npt.NDArray[np.int64] | None = None, seed: int = 0) -
     """Yield bootstrap resamples: int64 arrays of about n record indices. With `block_N`, whole blocks are resampled.
 
     The same records and seed give the same resamples, so two methods can be compared in each resample. With fewer than
-    LEAST records or blocks, there are no resamples. `scipy.stats.bootstrap` does not fit here: it computes one
-    metric from one array, but here all metrics share each resample.
+    LEAST records or blocks, there are no resamples. A resample serves all metrics, unlike in
+    `scipy.stats.bootstrap`, which computes one metric from one array.
     """
     if count_units(n, block_N) < LEAST:
         return

@@ -112,7 +112,7 @@ class ResidueTask(LabelTask):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The letters of each class; empty if the classes are not yet known. For kind `number` the name is `value`."""
+        """The letters of each class; empty before `learn` unless `classes` is set. For kind `number` it is `value`."""
         return ("value",) if self.settings.kind == "number" else super().names or self.settings.classes or ()
 
     @property
