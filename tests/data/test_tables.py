@@ -123,7 +123,7 @@ def test_what_is_no_table() -> None:
         ("\ufeff \n\n,,\n", "t.csv: is empty"),
         ("a,b\n,\n\n", "t.csv: has a header, but no rows"),
         ("a,b, a\n1,2,3\n", "t.csv: has two columns 'a'"),
-        ("a,b\n1,2\n\n3\n", "t.csv:4: has 1 cell, but the header in line 1 has 2, read as separated by commas"),
+        ("a,b\n1,2\n\n3\n", "t.csv:4: has 1 cell, but the header in line 1 has 2 (commas separate cells)"),
         ("\na;b;\n1;2\n3;4;5;6\n", "t.csv:4: has 4 cells, but the header in line 2 has 3"),
         ('a,b\n1,2\n"x,3\ny,4\n', "t.csv:3: cannot be read ("),
         ('a,b\n"x" y,3\n', "t.csv:2: cannot be read ("),
