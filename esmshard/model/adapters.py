@@ -111,8 +111,8 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         raise InputError(f"{file}: has no LoRA, or a LoRA with only one of its two matrices; copy the adapter again")
     if changed := [name for name in (*lora_a, *replaced) if name in (*tied.keys(), *tied.values())]:
         raise InputError(
-            f"{file}: changes {changed[0]}, which token embedding and LM head share in this model; train the adapter "
-            "without word_embeddings, decoder and lm_head in target_modules and modules_to_save"
+            f"{file}: changes {changed[0]}, which the token embedding and the LM head share in this model; train the "
+            "adapter without word_embeddings, decoder and lm_head in target_modules and modules_to_save"
         )
     shapes = {name: reader.shape for name, reader in base.read.items()}
     fits = {name: shapes.get(name) == reader.shape for name, reader in replaced.items()}

@@ -18,7 +18,7 @@ from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
-"""The maximum number of entries of attention maps in memory (4 MiB). As many maps as regressions are always allowed."""
+"""The maximum number of entries of attention maps in memory (4 MiB), or one map per regression if that is more."""
 
 
 class ContactAccumulators:

@@ -54,7 +54,7 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
 
 def find(name: str) -> Path | None:
     """Return the path of a complete model in the local caches, without using the network; None if there is no such
-    copy. A released model can also be the fair-esm file `NAME.pt` in the cache of `torch.hub`.
+    model. A released model can also be the fair-esm file `NAME.pt` in the cache of `torch.hub`.
     """
     import torch
 

@@ -61,8 +61,9 @@ class Pack:
 class Trunk(nn.Module, ABC):
     """A language model with LM head and contact regression. Each model family defines a subclass.
 
-    `esmshard.parallel` needs blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. Models are made on
-    the device `meta`, without memory for values. `esmshard.model.weights` loads the values later.
+    For `esmshard.parallel`, each block in `layers` must accept `block(x_TD, batch, layer, on_attention)` and return
+    x [T, D]. Models are made on the device `meta`, without memory for values. `esmshard.model.weights` loads the values
+    later.
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
@@ -110,7 +111,7 @@ class Trunk(nn.Module, ABC):
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
     def tie_weights(self) -> None:
-        """Let both names of a tied tensor refer to one tensor again. torch's `to_empty` separates the names."""
+        """Let both names of a tensor in `tied` refer to one tensor again, after torch's `to_empty` has made two."""
 
     def forward(
         self,
@@ -158,9 +159,9 @@ class Trunk(nn.Module, ABC):
 
 
 def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
-    """Return the batch for the embedding. The `SEPARATOR` tokens between chains become glycines, except with
-    `linker:break`. Each linker adds `chains.gap` to the positions of all later tokens in its sequence. Heads and losses
-    read the original batch.
+    """Return the batch with the tokens and positions that the trunk reads. The `SEPARATOR` tokens between chains become
+    glycines, except with `linker:break`. Each linker adds `chains.gap` to the positions of all later tokens in its
+    sequence. Heads and losses read the original batch.
     """
     if not batch.linked_N:
         return batch

@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
     try:
         return files.read_json(path)
     except FileNotFoundError:
-        raise InputError(f"{path}: missing; the directory is not a complete model") from None
+        raise InputError(f"{path}: missing, so the model is not complete; copy or download it again") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}; {REPLACED}") from None
 

@@ -188,7 +188,9 @@ def read(model: str) -> Weights:
             raise InputError(f"{fetched.source}: its architecture is not that of {name}; download the model again")
         return replace(fetched, config=SIZES[name])  # Released files lack the window.
     if model in SIZES:
-        raise InputError(f"{model}: has no trained weights; give the path of a trained model, or init: random")
+        raise InputError(
+            f"{model}: has no trained weights; give the path of a trained model, or set init: random in the recipe"
+        )
     nearest = ", ".join(get_close_matches(model, SIZES, n=5, cutoff=0.0))
     raise InputError(
         f"{model}: no such file or directory, and not the name of a model; give a path, OWNER/NAME on the Hugging Face "
@@ -226,7 +228,10 @@ def _weight_files(path: Path) -> list[Path]:
                 return sorted({path / Path(shard).name for shard in read_json(file)["weight_map"].values()})
         if file.is_file():
             return [file]
-    raise InputError(f"{path}: not a complete model, because it has no model.safetensors and no pytorch_model.bin")
+    raise InputError(
+        f"{path}: not a complete model, because it has no model.safetensors and no pytorch_model.bin; copy or download "
+        "the model again"
+    )
 
 
 def _read_transformers(path: Path, single: Path | None = None) -> Weights:

@@ -211,9 +211,9 @@ class OtherTracks(nn.Module):
         self.residue_embed = embedding(TABLES["residue_embed"], dim)
 
     def forward(self, tokens_T: torch.Tensor, structure_T: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of all embeddings, [T, D]. `structure_T` has the structure tokens, int64 [T]; None if all are
-        unknown. As in the authors' code, the average pLDDT is 1, each residue's pLDDT is 0, and all other inputs are
-        padding.
+        """Return the sum of all embeddings, [T, D]. `tokens_T` has the tokens of the sequences. `structure_T` has the
+        structure tokens, int64 [T]; None if all are unknown. As in the authors' code, the average pLDDT is 1, each
+        residue's pLDDT is 0, and all other inputs are padding.
         """
         if structure_T is None:
             structure_T = torch.full_like(tokens_T, STRUCTURE_MASK)

@@ -26,7 +26,7 @@ RELEASED: dict[str, Released] = {name: model for family in FAMILIES.values() for
 WINDOW = "trained_window"
 """The key for `ModelConfig.window` in `config.json`. `transformers` ignores this key."""
 CHAINS = "joined_chains"
-"""The key for `ModelConfig.chains` in `config.json`. The default is not written."""
+"""The key for `ModelConfig.chains` in `config.json`. The key is left out for the default value."""
 
 
 def released_name(name: str) -> str | None:

@@ -44,7 +44,7 @@ def _first_row(token: str) -> int:
 
 @cache
 def _first_rows(device: torch.device) -> torch.Tensor:
-    """Return `_first_row` of all tokens on a device. Without the cache, each forward pass would wait for a copy."""
+    """Return `_first_row` of all tokens, on `device`. The cache avoids a copy to it in each forward pass."""
     return torch.tensor([_first_row(token) for token in TOKENS], device=device)
 
 
