@@ -47,7 +47,7 @@ class ModelConfig(ABC):
     """How the chains of a protein complex become one sequence."""
 
     family: ClassVar[str]
-    """Name of the model family, a key of `family_registry.FAMILIES`."""
+    """The name of the model family, a key of `family_registry.FAMILIES`."""
     gated: ClassVar[bool] = False
     """Whether the feed-forward part computes silu(gate matrix x input) * (up matrix x input), which is called
     SwiGLU."""
@@ -65,7 +65,7 @@ class ModelConfig(ABC):
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads})")
         if self.chains.linker == "break" and not self.chain_break:
-            raise ValueError("linker:break: this model has no chain-break token; give a length, such as linker:25")
+            raise ValueError("linker:break: this model has no chain-break token; give a linker length, as linker:25")
         if self.chains.gap and self.most_tokens is not None:
             raise ValueError("gap: this model has learned positions, and a gap needs rotary positions; omit gap")
 

@@ -60,7 +60,7 @@ class EsmcConfig(ModelConfig):
 
     @property
     def branch_scale(self) -> float:
-        """The factor sqrt(36 / layers) for the outputs of attention and feed-forward part in each block."""
+        """The factor sqrt(36 / n_layers) for the outputs of attention and feed-forward part in each block."""
         return float((36 / self.n_layers) ** 0.5)
 
     @property
@@ -81,7 +81,7 @@ def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """Computes silu(gate) * up. Plain autograd would also save silu(gate), a third of the feed-forward memory."""
+    """Computes silu(gate) * up. Plain autograd would also save silu(gate), a third tensor of this size."""
 
     @staticmethod
     def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
@@ -220,7 +220,7 @@ AUTHORS = Names(
 """The tensor names in the authors' files of ESM3, and of ESM-C from 2024-12."""
 
 LM_HEAD = {"0": "dense", "2": "layer_norm", "3": "decoder"}
-"""The index of each LM-head layer in the authors' `nn.Sequential`, mapped to esmshard's name."""
+"""The index of each LM-head layer in the authors' `nn.Sequential`, mapped to esmshard's name of the layer."""
 
 JOINED = {
     "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
