@@ -95,7 +95,7 @@ ALTERED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a layer more": (more("esm.encoder.layer.2.output.dense.bias", 32), "", "layers.2.fc2.bias do not belong"),
     "a head of another model": (more("structure_head.weight", 32), "", "esm.structure_head.weight do not belong"),
     "`tie_word_embeddings: false`": (more("lm_head.decoder.weight", 33, TINY.dim), "", "lm_head.weight differs from"),
-    "another shape": (more("lm_head.bias", 64), "", "lm_head.bias is [64] and must be [33]"),
+    "another shape": (more("lm_head.bias", 64), "", "lm_head.bias has shape [64] and must have [33]"),
     **{
         f"{value} in {name}": (last_of(key, value), "", f"{name} holds a value that is not finite")
         for value in (torch.nan, torch.inf)
