@@ -182,7 +182,7 @@ def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Traine
     assert merged.keys() == model.keys()
     assert all(torch.equal(tensor, model[name]) for name, tensor in merged.items())
     assert json.loads((tmp_path / "merged" / "esmshard.json").read_text())["format"] == "esmshard-model"
-    with pytest.raises(UsageError, match="adapter: is a model and no run"):
+    with pytest.raises(UsageError, match="adapter: is a model and not a run"):
         consolidate(adapter, tmp_path / "other", base="x")
     with pytest.raises(UsageError, match="exists already"):
         consolidate(found.run, adapter, adapter=True)
