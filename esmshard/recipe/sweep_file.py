@@ -141,7 +141,7 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
     if sweep.sampler == "grid" and not 0 < sweep.cells <= MOST_CELLS:
         raise UsageError(
             f"{tree.where(('sampler',))}: sampler: a grid needs choices, or ranges with a step, and at most "
-            f"{MOST_CELLS:,} combinations; change the space, or set sampler: tpe"
+            f"{MOST_CELLS:,} combinations; change the space, or choose tpe"
         )
     return sweep
 

@@ -160,7 +160,7 @@ def test_wrong_sequences_variants_and_options_are_named(model: Model) -> None:
         ({"pool": []}, "at least one"),
         ({"layers": 3}, "layers 0 to 2"),
         ({"long": "crop"}, "full, window or truncate"),
-        ({"pool": "contacts", "layers": 1}, "whole model"),
+        ({"pool": "contacts", "layers": 1}, "no layer"),
         ({"tracks": {"3di": "ddd"}}, "takes no track"),
     ]
     for how, token in options:

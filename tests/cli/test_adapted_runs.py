@@ -130,7 +130,7 @@ def test_another_base_is_refused(trained: Callable[[str], Trained], tmp_path: Pa
         assert done.stderr.count("error: ") == 1
         assert "another model (other files); give the model that it was trained on" in done.stderr
         (found.base / "model.safetensors").unlink()
-        with pytest.raises(InputError, match=r"not a complete model; .* needs this base model: .*--base"):
+        with pytest.raises(InputError, match=r"not a complete model.* needs this base model: .*--base"):
             consolidate(found.run, tmp_path / "out")
     finally:
         (found.base / "model.safetensors").write_bytes(kept)

@@ -378,7 +378,7 @@ def test_what_is_there_is_not_replaced_unless_told(given: Given, tmp_path: Path,
         thesis.parent.mkdir(exist_ok=True)
         thesis.write_text("mine")
         for options in ({}, {"engine": "array", "worker": "0/2"}, {"engine": "array", "worker": "1/2"}):
-            with pytest.raises(UsageError, match=r"exists already|holds thesis.tex"):
+            with pytest.raises(UsageError, match=r"exists already|contains thesis.tex"):
                 given.embed(out / name, **options)
         assert thesis.read_text() == "mine"
         thesis.unlink()

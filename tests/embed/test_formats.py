@@ -363,7 +363,7 @@ def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path, fmt: st
 def test_what_a_format_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[tuple[str, list[Output], Any, str]] = [
         ("tsv", [MEAN], "fp32", "no format 'tsv'"),
-        ("npy", [RESIDUE], "fp32", "none for residue_6"),
+        ("npy", [RESIDUE], "fp32", "not residue_6"),
         ("csv", [MEAN, CLS], "fp32", "csv can store only one output"),
         ("npy", [MEAN], "bf16", "not bf16"),
         ("biotrainer-h5", [LOGITS], "fp32", "none for logits"),

@@ -198,7 +198,7 @@ def test_a_pt_file_with_wrong_sizes(tmp_path: Path, reference: FairEsm) -> None:
     for name, value, token in (
         ("encoder_attention_heads", 5, "multiple of"),
         ("encoder_layers", 3, "layers.2."),
-        ("encoder_embed_dim", 64, "must be"),
+        ("encoder_embed_dim", 64, "must have"),
         ("encoder_ffn_embed_dim", 100, "ffn_embed_dim is 100"),
     ):
         file = write_fair_esm(tmp_path / f"{name}.pt", reference)
