@@ -385,7 +385,9 @@ class _Reader:
         raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
     def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
-        """Return the offset of the first record at or after byte `start`, and bytes from there on; no bytes if none."""
+        """Return the offset of the first record that begins at byte `start` or later, and the bytes that were read from
+        this offset on. If there is no such record, return no bytes.
+        """
         at = start - 1
         stream.seek(at)
         data = stream.read(BLOCK)

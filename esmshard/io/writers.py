@@ -33,7 +33,7 @@ class Writer(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Create the file or directory `self.work` in the scratch directory. It has the same name as `out`."""
+        """Create the file or directory `self.work` in the scratch directory, under the file name of `out`."""
 
     def finish(self) -> None:  # noqa: B027  # Some writers have no remaining data.
         """Write the remaining data after the last record."""

@@ -292,7 +292,7 @@ def rank(
         UsageError: two arguments contradict each other, or the files to write exist already.
     """
     if out.suffix != ".csv":
-        raise UsageError(f"{out}: variants are ranked in a .csv file; give it that ending")
+        raise UsageError(f"{out}: the ranking is written as CSV; give a name that ends in .csv")
     if table is None and offset is not None:
         raise UsageError("--offset is added to the positions of a table; pass a table, or remove --offset")
     if sites is not None and propose is None:

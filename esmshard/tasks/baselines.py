@@ -97,7 +97,8 @@ def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed:
 
     Args:
         x_NF: features.
-        y_NC: 1 if an example has the label, 0 if not. If all examples have a label, or none, its model is constant.
+        y_NC: 1 if an example has the label, 0 if not. A label that all examples have, or that none has, gets a model
+            with a constant output.
         weight_C: for each label, the loss weight of the examples that have the label.
         seed: the random seed of the folds on which the penalty is chosen.
     """

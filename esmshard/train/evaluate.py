@@ -283,7 +283,9 @@ def report(
 
 
 def _place(path: str | Path, out: Path) -> str:
-    """Return a path relative to `out`, because users share evaluations. A path without a file stays unchanged."""
+    """Return `path` relative to `out`, so that a shared evaluation has no absolute paths of this machine. If nothing
+    exists at `path`, return it unchanged.
+    """
     return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
 
 

@@ -121,9 +121,9 @@ class TrainState:
 
 
 class Training:
-    """One attempt to train: the model over the ranks, its optimizer, and all other state that a step needs.
+    """One attempt to train. It has the model, which the ranks share, its optimizer, and all else that a step needs.
 
-    For the arguments see the function `train`. The argument `ranks` is `starting` there.
+    The arguments are those of the function `train`, in which `ranks` has the name `starting`.
     """
 
     def __init__(

@@ -123,10 +123,12 @@ def check_labelled(
     *,
     required: bool,
 ) -> None:
-    """Count the records without a label in `edits`. `labelled_N` says whether each record has a label, bool [N].
+    """Add the number of records without a label to `edits`. `labelled_N`, bool [N], says which records have one.
 
     `lacks` is the name of the missing label in messages, such as `TARGET=`. `extra` has the ids of labels that belong
-    to no record. Raises `InputError` if no record has a label, or `required` is true and a record has no label.
+    to no record, also for messages.
+
+    Raises `InputError` if no record has a label, or `required` is true and a record has no label.
     """
     without: list[int] = np.flatnonzero(~labelled_N).tolist()
     ids = f"({first_three(without, store.id)})"

@@ -88,13 +88,13 @@ def by_position(
     """Split variants of one protein by the positions that they change.
 
     A variant is left out if its changed positions are in several sets: in any set, the model would see positions of
-    another set. Positions that are changed together cannot be kept in one set, since variants with several random
-    changes connect all positions. The unchanged wild type goes to the first set or fold.
+    another set. Positions that are changed together are not kept in one set: variants with several random changes would
+    join all positions into one set. The unchanged wild type goes to the first set or fold.
 
     Args:
         positions: the changed positions of each of N variants, counted from 0.
-        shares: the relative sizes of the sets. The size of a set is the number of changes at its positions. The
-            methods `modulo` and `contiguous` use only the number of shares.
+        shares: the relative sizes of the sets. The size of a set is the number of changes at its positions. If `by` is
+            `modulo` or `contiguous`, only the number of shares counts.
         seed: the random seed.
         by: `position`: positions go to sets at random, and folds have nearly equal numbers of changes. `modulo`: the
             i-th changed position goes to fold i mod K, with i from 0. `contiguous`: each fold has neighbouring changed
