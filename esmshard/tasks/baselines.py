@@ -1,7 +1,7 @@
 """Fits linear models to fixed features with scikit-learn, for baselines and probes.
 
 A model is one array [O, F + 1]: the weights of F features for each of O outputs, then the bias. The penalty is chosen
-on a part of the examples, and used for all. It is the strength of a prior on the weights, which does not depend on the
+on a part of the examples, and used for all. It is the strength of a prior on the weights, so it does not depend on the
 number of examples.
 """
 
