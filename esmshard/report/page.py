@@ -64,8 +64,8 @@ def report(run: Path, out: Path | None = None) -> Path:
     known = {f"{run.absolute().parent}/", f"{run.resolve().parent}/"}
 
     def shared(value: Any) -> Any:
-        """Shorten each path in a text to its last part, because users share pages. Remove the directories `known`
-        first, because their names may contain spaces.
+        """Shorten each path in a text to its last part, so that a shared page shows no private directories. Remove
+        the directories `known` first, because their names may contain spaces.
         """
         if type(value) is not str:
             return value
