@@ -328,8 +328,8 @@ class FairEsmFile(AuthorsFile):
     """fair-esm's format: a `.pt` file, and a second file with the contact regression."""
 
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
-        """Return the path `STEM.pt` in `directory`. If `stem` does not begin with the architecture (esm2, esm1b or
-        esm1v), it is added, because fair-esm reads the architecture from the file name.
+        """Return the path `STEM.pt` in `directory`. If STEM does not begin with the architecture (esm2, esm1b or
+        esm1v), the path is `ARCHITECTURE_STEM.pt`, because fair-esm reads the architecture from the file name.
         """
         architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
         has_prefix = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))

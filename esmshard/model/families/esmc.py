@@ -98,7 +98,7 @@ class _Gated(torch.autograd.Function):
 
 class RMSNorm(nn.RMSNorm):
     """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32. On a GPU, torch does this in one kernel.
-    Elsewhere `_RMSNorm` is used, because torch would save two more tensors for the backward pass.
+    Elsewhere `_RMSNorm` is used, because it saves two tensors fewer than torch for the backward pass.
     """
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
