@@ -125,8 +125,8 @@ def check_labelled(
 ) -> None:
     """Add the number of records without a label to `edits`. `labelled_N`, bool [N], says which records have one.
 
-    `lacks` is the name of the missing label in messages, such as `TARGET=`. `extra` has the ids of labels that belong
-    to no record, also for messages.
+    `lacks` is the name of the missing label in messages, such as `TARGET=`. If no record has a label, the message
+    shows ids from `extra`, the ids of labels that belong to no record.
 
     Raises `InputError` if no record has a label, or `required` is true and a record has no label.
     """
