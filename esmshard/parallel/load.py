@@ -52,7 +52,7 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
 
 
 def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
-    """Give the trainable parameters and the head the values again that they had before training.
+    """Undo the training of the parameters and the head, because baselines use the model with its initial values.
 
     The arguments are those of the function `materialise`.
 
