@@ -458,8 +458,9 @@ class Cost:
 def our_passes(numbers: ModelNumbers) -> float:
     """Return how many vectors of width D a layer's element-wise kernels read or write for a token in a forward pass.
 
-    These are 4 for norms, 29 for the rotation (in fp32), 6 for sums, and 4 for norms of queries and keys. A gelu adds 2
-    vectors of the feed-forward width, and a gate 5. A compiled layer needs about half.
+    These are 4 for norms, 29 for the rotation (in fp32) and 6 for sums; and 4 more if queries and keys have norms. A
+    gelu adds 2 vectors of the feed-forward width, and a gate 5. The result is for a layer that is not compiled; a
+    compiled layer needs about half.
     """
     config = numbers.config
     return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)

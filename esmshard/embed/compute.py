@@ -409,7 +409,7 @@ class Work:
     model: str
     device: str
     tokens: int | None
-    """See `Embedder`."""
+    """The maximum number of tokens of a batch; None for a number that suits the device."""
     reuse: Path | None = None
     """An earlier directory of parts, from which rows with equal keys are copied."""
     offload: bool = False

@@ -142,7 +142,7 @@ class Spec:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings as strings by option of `esmshard embed`, without `--pool` and `--layers`."""
+        """Return a dict from options of `esmshard embed` to values as strings, without `--pool` and `--layers`."""
         long = self.long.mode if self.long.mode == "full" else f"{self.long.mode} --window {self.long.window}"
         long += f" --overlap {self.long.overlap}" if self.long.mode == "window" else ""
         texts = {"model": self.model_hash[:16], "--dtype": self.dtype, "--precision": self.compute, "--long": long}

@@ -253,7 +253,8 @@ def groups(model: nn.Module) -> list[FSDPModule]:
 def reshard(model: nn.Module) -> None:
     """Free all gathered parameters, so that each rank has only its shards.
 
-    After a forward pass without a backward pass, the root is still a gathered copy, which an optimizer does not change.
+    After a forward pass without a backward pass, the parameters of the root module are still gathered. An optimizer
+    changes only the shards, so the next forward pass would compute with old values.
     """
     for module in groups(model):
         module.reshard()

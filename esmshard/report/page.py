@@ -389,7 +389,9 @@ def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first
 
 
 def _learning_curve(path: Path) -> dict[str, Any] | None:
-    """Return the values of `learning_curve.json` and a chart: Spearman over the number of training variants."""
+    """Return the values of `learning_curve.json`, and a chart with Spearman on the y-axis and the number of training
+    variants on the x-axis. Return None without this file.
+    """
     raw = _json(path)
     if not raw:
         return None

@@ -92,7 +92,7 @@ class Task(ABC):
 
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make a new head. `head(x_TD, batch)` returns a list of N tensors, one for each record, on any device.
+        """Make a new head. `head(x_TD, batch)` returns a list of N tensors, one for each record.
 
         A head may have three optional members:
         - `attention(batch)` returns an object, which becomes the head's third argument. Each layer calls the object's

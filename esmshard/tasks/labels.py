@@ -317,7 +317,7 @@ def probability_row(
     Args:
         logits_MC: the logits of C classes, or of C labels, for M predictions.
         truth: the true class of each prediction, integers [M]; or whether each label is true, bool [M, C].
-        facts: facts of the task. If they have a temperature, the row also has values without this temperature.
+        facts: `Task.facts`. If they have a temperature, the row also has the values without this temperature.
     """
     several = truth.dtype == np.bool_
 

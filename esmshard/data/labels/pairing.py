@@ -71,7 +71,9 @@ def rows_of_records(
         sequence_column = None
     column = id_column or sequence_column
     if column is None:
-        raise InputError(f"{table.path}: has no column of ids or sequences with a usual name; {listed(table.columns)}")
+        raise InputError(
+            f"{table.path}: has no column named id or sequence; set data.id_column; {listed(table.columns)}"
+        )
     by_sequence = id_column is None or id_column == sequence_column
     linker = store.linker or LINKER
     rows: dict[str | bytes, int] = {}

@@ -97,7 +97,7 @@ def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Metho
     by = by or known[0]
     if by not in known:
         data = "variants (--wild-type)" if known is OF_VARIANTS else "sequences (no --wild-type)"
-        raise UsageError(f"--by {by}: {data} are split by {', '.join(known)}")
+        raise UsageError(f"--by {by}: is not for {data}; choose {', '.join(known)}")
     given = {name: value for name, value in options.items() if value is not None and value != []}
     for name in given:
         if name not in _READS[by]:

@@ -1,7 +1,8 @@
 """Defines ESM-2, ESM-1b and ESM-1v for packed sequences, and their files for `transformers` and fair-esm.
 
-esmshard's tensor names are fair-esm's names. All outputs must equal the outputs of fair-esm 2.0.0 (`esm/model/esm2.py`,
-`esm1.py`). `tests/parity/` compares the outputs. `esmshard.batch` explains the letters of tensor names.
+The parameters have the names that fair-esm gives them. All outputs must equal the outputs of fair-esm 2.0.0
+(`esm/model/esm2.py`, `esm1.py`). `tests/parity/` compares the outputs. `esmshard.batch` explains the capital letters at
+the end of variable names.
 """
 
 import argparse

@@ -239,7 +239,9 @@ _OF_2026 = {
 
 
 def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
-    """Return the result of `Family.pieces` for a key of the authors' files. `names` translates the tensor names."""
+    """Return the result of `Family.pieces` for a tensor name in files of ESM C's authors. `names` translates these
+    names to esmshard's.
+    """
     for new, old in _OF_2026.items():
         key = key.replace(new, old)
     match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)
