@@ -121,7 +121,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         fits[name] = shapes.get(name) == (b.shape[0], a.shape[1]) and 0 < a.shape[0] == b.shape[1]
     if wrong := [name for name, fit in fits.items() if not fit]:
         raise InputError(
-            f"{file}: {wrong[0]} does not fit the base model; set base_model_name_or_path in "
+            f"{file}: {wrong[0]} does not fit the base model; change base_model_name_or_path in "
             f"{directory / ADAPTER_CONFIG} to the path or hub name of the model that the adapter was trained on"
         )
 
