@@ -38,10 +38,12 @@ LONG = {
 }
 """Files that are begun first."""
 LENGTHY = {
-    "shipped_recipes": "a run of each recipe, with each kind of starting weights",
-    "sequence_embedder": "scikit-learn's own checks, which fit a model again and again",
+    *("shipped_recipes", "sequence_embedder", "memory_model", "every_key", "remote", "cross_validation", "bootstrap"),
+    *("run_page", "variants", "formats", "leakage_notices", "ingestion", "esm3_tracks", "quantized_runs", "compile"),
+    *("every_task", "benchmarks", "sequence", "from_another_run", "selection", "residue_results", "gpu_runner"),
+    *("variants_page", "charts", "likelihood", "every_model", "landscape", "offload", "packing", "structures"),
 }
-"""Files that need no process of their own, and take longer than `make check` has time for. The reason stands beside."""
+"""Files that start no process and take more than three seconds. `make check` leaves them out."""
 STARTERS = {"subprocess", "multiprocessing", "esmshard.parallel.launch", "nbclient"}
 """Modules by which a test starts a process."""
 TESTS = Path(__file__).parent
@@ -66,6 +68,14 @@ def pytest_configure() -> None:
 def pytest_collection() -> None:
     """Look for no garbage while modules of tests are imported: it would take a third of the time."""
     gc.disable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import the files that `make check` leaves out: the imports take half of its time."""
+    if "not processes" not in (config.getoption("markexpr") or "") or not collection_path.name.startswith("test_"):
+        return None
+    lengthy = collection_path.stem.removeprefix("test_") in LENGTHY
+    return True if lengthy or starts_processes(collection_path) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -165,8 +165,9 @@ def _by_id(records: TokenStore, given: Iterable[tuple[str, Any, str]]) -> Iterat
 
 
 def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, Any, str, str]]:
-    """Yield the index, coordinates, file and beginning of a message for each record with a structure file. `1abc.cif`
-    belongs to the records `1abc`, `1ABC`, `1abc_A` and `sp|1ABC|X`.
+    """Yield for each record with a structure file: the record's index, its coordinates, the file, and a text that names
+    file and record, with which error messages begin. `1abc.cif` belongs to the records `1abc`, `1ABC`, `1abc_A` and
+    `sp|1ABC|X`.
     """
     records_of_name: dict[str, list[int]] = defaultdict(list)
     for n in range(len(records)):

@@ -270,7 +270,7 @@ class _AnyRegistered:
 
 
 def _usable(section: Any) -> Any:
-    """Return a task section unchanged. Raises `Clash` if its task is registered but cannot be used."""
+    """Return a task section unchanged. Raises `Clash` if its task is in another package that cannot be imported."""
     name = section.get("name") if isinstance(section, dict) else None
     if isinstance(name, str) and name in registry.registered().unusable:
         raise Clash("name", registry.registered().unusable[name])

@@ -46,7 +46,7 @@ from esmshard.vocab import chain_spans
 R = TypeVar("R")
 
 LOWER_IS_BETTER = ("RMSE", "log loss")
-"""Metrics for which a lower value is better. For the headline metric, the first of `Task.columns`,
+"""Metrics for which a lower value is better. The first metric in `Task.columns` is the headline metric, for which
 `Task.lower_is_better` decides instead."""
 LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
 """The maximum length (residues) of a protein that a report draws along its sequence, and the maximum number of dots in
@@ -382,8 +382,8 @@ def write(
 def _write_rows(
     path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
 ) -> None:
-    """Write a CSV line for each record: id, lengths, block and group (if any), and the numbers in the model's row. With
-    blocks, also write the predictions of the baselines.
+    """Write a CSV line for each record: its id, lengths, group (if any) and metrics of the fine-tuned model. For a table
+    of variants, also write the block that the bootstrap resamples, and the predictions of the baselines.
     """
     block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]

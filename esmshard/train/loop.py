@@ -273,7 +273,9 @@ class Training:
         return patience is not None and self.state.stale >= patience
 
     def step(self, step: int, recording: Callable[[], str | None]) -> dict[str, Any]:
-        """Take step `step`, counted from 0. Return its line for metrics.jsonl. `recording` comes from `profiled`."""
+        """Take step `step`, counted from 0. Return its line for metrics.jsonl. The profiler's function `recording` is
+        called after the step; see `profiled`.
+        """
         job, recipe, ranks, state = self.job, self.job.recipe, self.ranks, self.state
         share = schedule(step, job.steps, recipe.optim.warmup, recipe.optim.schedule)
         set_learning_rate(self.optimizer, share)
