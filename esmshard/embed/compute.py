@@ -411,7 +411,7 @@ class Work:
     tokens: int | None
     """The maximum number of tokens of a batch; None for a number that suits the device."""
     reuse: Path | None = None
-    """An earlier directory of parts, from which rows with equal keys are copied."""
+    """An earlier directory of parts. Its rows are copied for records with the same sequence and tracks."""
     offload: bool = False
     """Whether the model is spread over all GPUs, the memory and the disk."""
     bucket: str | None = None

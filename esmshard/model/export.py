@@ -129,8 +129,8 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return a copy of the tensor `name` in the type that `stored_dtype` returns. Raises `FloatingPointError` if a
-    value is not finite, or is too large for this type.
+    """Return a copy of the tensor `name` in `dtype`, or in the type that `stored_dtype` prescribes for this tensor.
+    Raises `FloatingPointError` if a value is not finite, or is too large for this type.
     """
     written = tensor.to(stored_dtype(name, dtype), copy=True, memory_format=torch.contiguous_format)
     # A NaN or an infinity shows in the minimum or maximum. A mask of the whole tensor would need more memory.

@@ -103,9 +103,8 @@ def layout(
 ) -> Layout:
     """Check the recipe section `parallel`, and return its `Layout` for `world_size` processes.
 
-    `per_machine` is the number of processes on one machine. `precision` is the precision of this device,
-    with which the layout replaces `auto`. Raises `UsageError` if settings contradict each other, or do not fit the
-    number of processes.
+    `per_machine` is the number of processes on one machine. `precision` is the precision of this device, with which the
+    layout replaces `auto`. Raises `UsageError` if settings contradict each other or do not fit the number of processes.
     """
     for key, size in (("tensor", settings.tensor), ("context", settings.context)):
         if per_machine % size:

@@ -382,8 +382,8 @@ def write(
 def _write_rows(
     path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
 ) -> None:
-    """Write a CSV line for each record: its id, lengths, group (if any) and metrics of the fine-tuned model. For a table
-    of variants, also write the block that the bootstrap resamples, and the predictions of the baselines.
+    """Write a CSV line for each record: id, lengths, group (if any) and metrics of the fine-tuned model. For a table of
+    variants, also write the block that the bootstrap resamples, and the predictions of the baselines.
     """
     block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
