@@ -16,7 +16,7 @@ from esmshard.parallel.shard import check_ties, local, reshard, ties
 from esmshard.parallel.tensor_parallel import DIMENSION
 
 RowsOf = Callable[[str, slice], torch.Tensor]
-"""A function that reads rows of the tensor with the given name. The same call must return the same rows on all ranks."""
+"""A function that reads rows of the tensor with the given name. The same call returns the same rows on all ranks."""
 
 
 def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World) -> None:
