@@ -218,6 +218,11 @@ class TaskSettings(Settings):
         """Whether one forward pass of the wild type serves all variants of a table."""
         return False
 
+    @property
+    def whole_steps(self) -> bool:
+        """Whether the loss compares the records of a step with each other, so that each step is one micro-batch."""
+        return False
+
     def no_probe(self) -> str | None:
         """Return the reason why `adapt.method: probe` cannot be used with these settings, or None if it can be used."""
         return f"probe is not offered by task {self.name}; choose full, lora or head"
