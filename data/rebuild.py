@@ -1,10 +1,13 @@
-"""Coordinates of a FASTA file's chains from ProMod3's structure database: `rebuild.py structure_db.dat X.fasta X.npz`;
-labels of whole chains from such files: `rebuild.py labels.csv train.npz valid.npz test.npz`.
+"""Make the files of the sample data from ProMod3's structure database (see README.md).
 
-See README.md for the source. Needs numpy only. The database is little-endian: the number of chains as uint64 at byte
-0x4d; per chain uint32 length + id, uint32 length + chain name, uint32 first row, uint16 residues, int16 first residue
-number, three float32; then arrays, each a uint64 count followed by its rows: char sequence, uint16[4][3] N, CA, C and O
-in 0.01 A, int16[2] phi and psi, uint16 solvent accessibility, uint16 residue depth, char DSSP state.
+    python data/rebuild.py structure_db.dat X.fasta X.npz                     coordinates of the chains in X.fasta
+    python data/rebuild.py labels.csv train.npz valid.npz test.npz            labels of all chains in these files
+
+The script needs only numpy. The database is little-endian. At byte 0x4d it has the number of chains (uint64), and then
+for each chain: id and chain name (each a uint32 length and the text), first row (uint32), number of residues (uint16),
+first residue number (int16), and three float32. Arrays follow, each with a row count (uint64) and the rows: sequence
+(char), N, CA, C and O in 0.01 A (uint16[4][3]), phi and psi (int16[2]), solvent accessibility (uint16), residue depth
+(uint16), and DSSP state (char).
 """
 
 import struct
@@ -20,7 +23,7 @@ HEADER = 0x4D
 
 
 def chains(data: bytes) -> tuple[dict[str, tuple[int, int]], int]:
-    """(first row, residues) of each chain by `ID_CHAIN`, and where the arrays begin."""
+    """Return the first row and the number of residues of each chain by `ID_CHAIN`, and the byte of the first array."""
     (count,) = struct.unpack_from("<Q", data, HEADER)
     at, found = HEADER + 8, {}
     for _ in range(count):
@@ -36,7 +39,7 @@ def chains(data: bytes) -> tuple[dict[str, tuple[int, int]], int]:
 
 
 def arrays(data: bytes, at: int) -> dict[str, npt.NDArray[Any]]:
-    """The arrays that are needed here, without a copy."""
+    """Return the arrays of the database by name, without a copy. `at` is the byte of the first array."""
     kinds = {"seq": "S1", "atoms": "<(4,3)u2", "angles": "<(2,)i2", "access": "<u2", "depth": "<u2", "dssp": "S1"}
     found = {}
     for name, kind in kinds.items():
@@ -48,7 +51,10 @@ def arrays(data: bytes, at: int) -> dict[str, npt.NDArray[Any]]:
 
 
 def cb_positions(atoms_L43: npt.NDArray[np.uint16], sequence: str) -> npt.NDArray[np.uint16]:
-    """Cb [L, 3] in 0.1 A from N, CA and C by ideal geometry (Ca for glycine), shifted to be non-negative."""
+    """Return Cb positions [L, 3] in 0.1 A, computed from N, CA and C in 0.01 A by ideal geometry (CA for glycine).
+
+    All positions are shifted, so that no coordinate is negative.
+    """
     n, ca, c = (atoms_L43[:, k].astype(np.float64) / 100 for k in range(3))
     b, c = ca - n, c - ca
     cb = -0.58273431 * np.cross(b, c) + 0.56802827 * b - 0.54067466 * c + ca
@@ -58,7 +64,7 @@ def cb_positions(atoms_L43: npt.NDArray[np.uint16], sequence: str) -> npt.NDArra
 
 
 def main(database: Path, fasta: Path, out: Path) -> None:
-    """Write the `.npz`; a chain that is missing or has another sequence ends the program."""
+    """Write the `.npz` file. Exit if a chain is missing in the database or has another sequence there."""
     data = database.read_bytes()
     index, at = chains(data)
     rows = arrays(data, at)
@@ -82,11 +88,11 @@ def main(database: Path, fasta: Path, out: Path) -> None:
 
 
 def label_table(files: Sequence[Path]) -> str:
-    """`id,helix,strand,fold` of all chains of some `.npz` files, sorted by id, as CSV.
+    """Return a CSV table `id,helix,strand,fold` of all chains in `.npz` files, sorted by id.
 
-    `helix` is the share of residues in the DSSP states H, G and I, `strand` that in E and B, with four digits. `fold`
-    is `alpha` where a quarter of the residues or more is helix, but not strand; `beta` the other way round; `mixed`
-    where both are; `irregular` where neither is.
+    `helix` is the fraction of residues in the DSSP states H, G and I, and `strand` the fraction in E and B. `fold` is
+    `alpha` if only `helix` is at least 0.25, `beta` if only `strand` is at least 0.25, `mixed` if both are, and
+    `irregular` if neither is.
     """
     lines = []
     for file in files:

@@ -1,6 +1,6 @@
 """Fine-tune protein language models (ESM-2, ESM-C and others), sharded, from one recipe.
 
-The names below are imported when they are first used, so that `import esmshard` costs nothing.
+A name below is imported when it is first used, so `import esmshard` is fast.
 """
 
 from importlib import import_module

@@ -51,7 +51,7 @@ class TokenBatch:
     """The number of tokens in the longest sequence, including `<cls>` and `<eos>`."""
     record_ids: tuple[str, ...]
     bounds: tuple[int, ...]
-    """The numbers of `cu_seqlens` as Python integers. The CPU can read them without waiting for the GPU."""
+    """The numbers in `cu_seqlens` as Python integers, which the CPU reads without waiting for the GPU."""
     logits_at_P: torch.Tensor | None = None
     """int64 [P]: indices in `tokens_T` for which the language model computes logits; None for no logits."""
     logit_counts: tuple[int, ...] = ()
@@ -232,7 +232,8 @@ class Inputs:
     """For a variant, the sequence whose logits at the changed residues the task head needs; None for no logits."""
     wild_type_alone: bool = False
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
-    """The tracks (`esmshard.vocab.Track`) by name, [L + 2, ...] each. A variant shares them with its wild type."""
+    """The tracks (`esmshard.vocab.Track`) by name, [L + 2, ...] each. A variant and its wild type have the same
+    tracks."""
     partner: "Inputs | None" = None
     """The second chain of a pair (only `tokens` and `tracks` are used); None without a pair. The two chains become
     neighbouring sequences of the batch and do not attend to each other."""

@@ -1,4 +1,4 @@
-"""Functions that choose a device, compute batches on several CPU cores, and keep convolutions on a GPU exact."""
+"""Choose a device, compute batches on several CPU cores, and keep convolutions on a GPU exact."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,14 +13,14 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 DeviceName = str | torch.device | None
-"""The type of a device argument: a name for the function `chosen_device`, a torch device, or None for the default."""
+"""The type of a device argument: a device name, a torch device, or None for the default device."""
 
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
-"""Words in the `RuntimeError` messages of the CPU's allocator, CUDA and cuBLAS when memory is exhausted."""
+"""Texts in the `RuntimeError` messages of torch, CUDA and cuBLAS when memory is exhausted."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that the device or the machine has not enough memory."""
+    """Return whether an error says that the device or the machine has not enough memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _OUT_OF_MEMORY)
@@ -64,12 +64,11 @@ def packs_at_once(device: torch.device) -> int:
 def side_by_side(
     function: Callable[[S], T], packs: Sequence[S], device: torch.device, *, threads: bool = True
 ) -> list[T]:
-    """Call `function` without gradients on each batch of sequences in `packs`. Return the results in the same order.
+    """Call `function` without gradients on each batch in `packs`. Return the results in the same order.
 
-    On the CPU, each core computes a different batch. If all cores compute one batch together, they wait for each other
-    after each operation, and the first way is 1.15 times as fast. With fewer than two batches for each core, or with
-    `threads=False`, all cores compute one batch at a time. If several processes compute a model together
-    (`Trunk.shared_on`), only one call may run at a time, so `threads=False` is necessary.
+    On the CPU, each core computes a different batch. This is 1.15 times as fast as all cores together on one batch.
+    With fewer than two batches for each core, or with `threads=False`, all cores compute one batch at a time. Pass
+    `threads=False` if several processes compute the model together (`Trunk.shared_on`), and calls may not overlap.
     """
     workers = packs_at_once(device) if threads else 1
 
@@ -80,20 +79,20 @@ def side_by_side(
     if workers == 1 or len(packs) < 2 * workers:
         return [alone(pack) for pack in packs]
     with ThreadPoolExecutor(workers, initializer=torch.set_num_threads, initargs=(1,)) as pool:
-        # The last batches take longest. The pool computes these batches first, so at the end no core waits for them.
+        # The last batches take longest. They are computed first, so at the end no core waits for another core.
         return list(pool.map(alone, packs[::-1]))[::-1]
 
 
 def halving(function: Callable[[Sequence[S]], Sequence[T]], pack: Sequence[S], device: torch.device) -> list[T | None]:
-    """Return one result of `function` for each member of the batch `pack`. If a batch needs too much memory, each half
-    is computed separately, down to single members. A member that needs too much memory even alone gets None.
+    """Return one result of `function` for each member of the batch `pack`. If a batch needs too much memory, compute
+    each half separately. A single member that needs too much memory gets None.
     """
     try:
         return list(function(pack))
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-    # These lines follow the `except` block, because inside the block the traceback would keep the tensors in memory.
+    # These lines are after the `except` block, because inside the block the traceback keeps the tensors in memory.
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if len(pack) == 1:
@@ -104,18 +103,16 @@ def halving(function: Callable[[Sequence[S]], Sequence[T]], pack: Sequence[S], d
 
 @contextmanager
 def exact_convolutions(device: torch.device) -> Iterator[None]:
-    """Keep cuDNN from rounding the inputs of fp32 convolutions during a `with` block.
+    """Keep cuDNN from rounding the inputs of fp32 convolutions to TF32 (10 bits of mantissa) during a `with` block.
 
-    On NVIDIA GPUs from Ampere on, cuDNN by default rounds the inputs of fp32 convolutions to TF32, with 10 bits of
-    mantissa. Contact maps would then differ by 1e-3 between a GPU and a CPU. Exact convolutions cost little time,
-    because task heads have few convolutions. Convolutions in bf16 and fp16 do not change. The setting changes for the
-    whole process, and only if `device`, the device of the weights, is a CUDA GPU.
+    Newer NVIDIA GPUs (from Ampere on) round by default, and contact maps then differ by 1e-3 between a GPU and a CPU.
+    The setting changes for the whole process, and only if `device`, the device of the weights, is a CUDA GPU.
     """
     if device.type != "cuda":
         yield
         return
-    # torch has an old and a new name for this setting. After the first use of the new name, every read of the old name
-    # raises an error, in other libraries too. So this function uses the new name only where the old name fails.
+    # torch has an old and a new name for this setting. After a use of the new name, every read of the old name raises
+    # an error, also in other libraries. So this function uses the new name only if the old name fails.
     settings: Any = torch.backends.cudnn
     name, exact = "allow_tf32", cast(Any, False)
     try:

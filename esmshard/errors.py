@@ -1,7 +1,7 @@
 """The exceptions for mistakes of a user. Any other exception is a bug.
 
-For an `InputError` the command line prints the message as one sentence, and ends with its `exit_code`. Python users
-can catch a `ValueError`. The message says what is wrong, where (file, line, record), and how to fix the mistake.
+A message says what is wrong, where (file, line, record), and how to fix the mistake. For an `InputError` the command
+line prints the message and ends with the exit code of the error. Python users can catch a `ValueError`.
 """
 
 import errno
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class ExitCode(IntEnum):
-    """The exit codes of the commands. If signal N ends a process that has not saved its work, the code is 128 + N."""
+    """Exit codes of the commands. If signal N ends a process that has not saved its work, the code is 128 + N."""
 
     DONE = 0
     FAILED = 1
@@ -23,15 +23,13 @@ class ExitCode(IntEnum):
     RUNNING = 3
     """The code of `esmshard status` for a run that has not ended."""
     LOST = 69
-    """Another process of the run has ended or is stuck (EX_UNAVAILABLE). A new start of the run may succeed."""
+    """Another process of the run has ended or is stuck (EX_UNAVAILABLE). The run may succeed if it is started again."""
     CRASHED = 70
-    """An error of esmshard or of a library, not a mistake of the user (EX_SOFTWARE). The command prints a traceback. A
-    new start of the run may succeed.
-    """
+    """esmshard or a library has failed, without a mistake of the user (EX_SOFTWARE). The command prints a traceback."""
     REQUEUE = 75
     """The run was asked to stop, has saved its work, and can continue (EX_TEMPFAIL)."""
     INTERRUPTED = 130
-    """The user has interrupted the command by Ctrl-C."""
+    """The user has stopped the command with Ctrl-C."""
 
 
 class InputError(ValueError):
@@ -43,7 +41,7 @@ class InputError(ValueError):
 
 
 class LostProcess(InputError):
-    """The error of a process that cannot go on, because another process of the run has ended or is stuck."""
+    """The error for a process that must stop because another process of the run has ended or is stuck."""
 
     exit_code = ExitCode.LOST
 
@@ -51,7 +49,7 @@ class LostProcess(InputError):
 class UsageError(InputError):
     """The error for a command line or a recipe that cannot be used.
 
-    A recipe may have several mistakes. The attribute `problems` has one sentence for each mistake.
+    The attribute `problems` has one sentence for each mistake.
     """
 
     exit_code = ExitCode.USAGE
@@ -72,10 +70,13 @@ class RunFailed(RuntimeError):
 
 @contextmanager
 def reading(what: str, fix: str) -> Iterator[None]:
-    """Replace the errors that a wrong value causes in a `with` block by an `InputError`. `what` names the file that the
-    block reads. `fix` tells the user what to do, and ends the message.
+    """Raise an `InputError` when a wrong value in a file causes another error in a `with` block.
 
-    Use this function for files that esmshard writes. Nothing checks the values if somebody has changed such a file.
+    Use this function for files that esmshard writes, whose values nothing else checks.
+
+    Args:
+        what: the file that the block reads. The message begins with this text.
+        fix: what the user must do. The message ends with this text.
     """
     try:
         yield
@@ -88,19 +89,19 @@ def reading(what: str, fix: str) -> Iterator[None]:
 
 
 _NO_ROOM = ("No space left", "File too large", "Disk quota exceeded", " requested and ", "iostream error")
-"""Texts in errors about a full disk from libraries (numpy, HDF5, safetensors, torch) that give no error number."""
+"""Texts in errors about a full disk from libraries that give no error number (numpy, HDF5, safetensors, torch)."""
 
 
 @contextmanager
 def writing(out: Path, fix: str = "make room, or choose another place, and run the command again") -> Iterator[None]:
-    """Replace an error about a full or read-only disk, in a `with` block that writes `out`, by an `InputError`."""
+    """Raise an `InputError` when a `with` block cannot write `out` because a disk is full or read-only."""
     try:
         yield
     except InputError:
         raise
     except Exception as error:
         number = error.errno if isinstance(error, OSError) else None
-        # A missing permission is not replaced: it may concern a file to read, and its message has the path.
+        # An error about permissions stays as it is, because it may concern an input file. Its message has the path.
         if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS):
             reason = os.strerror(number).lower()
         elif any(text in str(error) for text in _NO_ROOM):

@@ -1,18 +1,18 @@
-"""Progress on stderr: a bar on a terminal, or a line every few seconds in the log of a batch job."""
+"""Show progress on stderr: a bar on a terminal, or a line every few seconds in the log of a batch job."""
 
 import sys
 import time
 from types import TracebackType
 
 INTERVAL = 5.0
-"""The minimum time between two lines of progress in seconds, if stderr is no terminal."""
+"""The minimum number of seconds between two lines of progress, if stderr is no terminal."""
 
 
 class Progress:
-    """A counter up to `total`, with the remaining time from the second update on. With `show=False`, as on all ranks
-    except the first, the counter prints nothing.
+    """Counts finished items up to `total`, and shows the count and, from the second update on, the remaining time.
 
-    The library rich estimates the remaining time from the latest 1,000 updates, without the first (the warm-up).
+    With `show=False`, as on all ranks except the first, nothing is shown. The library rich estimates the remaining time
+    from the latest 1,000 updates. The first update is left out, because the first item takes longer (warm-up).
 
     >>> with Progress("embed", total=2, show=False) as progress:
     ...     progress.update(1, "10 residues/s")
@@ -36,7 +36,7 @@ class Progress:
             bars.TextColumn("left"),
             bars.TextColumn("{task.fields[text]}", markup=False, table_column=Column(no_wrap=True, ratio=1)),
             console=console,
-            expand=True,  # So a narrow terminal cuts the text, not the bar.
+            expand=True,  # A narrow terminal then cuts the text, not the bar.
             redirect_stdout=False,  # Otherwise stdout would be written to stderr.
             refresh_per_second=4,
             speed_estimate_period=float("inf"),
@@ -54,12 +54,12 @@ class Progress:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._has_bar:
-            # The bar stays if the work is done or has failed. It vanishes if there were fewer items than expected.
+            # The bar stays visible if the work is done or has failed, but not if there were fewer items than expected.
             self._bar.update(self._task.id, visible=self._task.finished or kind is not None)
             self._bar.stop()
 
     def update(self, done: int, text: str) -> None:
-        """Show that `done` of `total` items are finished, and a text. The last item is shown even without a bar."""
+        """Show that `done` of `total` items are finished, and a text. The last update always prints a line or a bar."""
         self._bar.update(self._task.id, completed=done, text=printable(text))
         now = time.monotonic()
         if self._show and not self._has_bar and (done == self._total or now - self._last_line >= INTERVAL):
@@ -73,7 +73,7 @@ def say(message: str) -> None:
 
 
 def printable(message: str) -> str:
-    r"""Return a message with every control character escaped, since text from a file could control a terminal.
+    r"""Escape every control character of a message, because text from a file could control the terminal.
 
     >>> printable("unknown key '\x1b[31mlr'")
     "unknown key '\\x1b[31mlr'"

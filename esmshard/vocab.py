@@ -92,8 +92,8 @@ CLS, PAD, EOS, UNK, MASK = (TOKENS.index(t) for t in ("<cls>", "<pad>", "<eos>",
 VOCAB_SIZE = len(TOKENS)
 SEPARATOR = TOKENS.index("<null_1>")
 """The token between two chains of a protein complex, once for each residue of the linker. `esmshard.model.trunk`
-replaces it by glycine, because no released ESM-2 was trained on this token. In ESM-C and ESM3 it is the chain break
-`|`."""
+replaces this token by glycine, because no released ESM-2 was trained on it. For ESM-C and ESM3, it is the chain
+break."""
 
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
 """The letters of the 20 standard amino acids."""

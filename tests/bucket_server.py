@@ -1,7 +1,4 @@
-"""A server on this machine that speaks S3, with its faults: moto's, which keeps objects in memory.
-
-It is a simulation of S3, but it is asked over HTTP by the same libraries as a real one.
-"""
+"""A server on this machine that simulates S3 (moto keeps the objects in memory), with its faults."""
 
 import logging
 import os
@@ -23,19 +20,14 @@ DENIED = {"AccessDenied": "403 Forbidden", "ExpiredToken": "400 Bad Request", "I
 
 
 class Buckets:
-    """The server, from `start` to `stop`; objects survive between the two."""
-
     def __init__(self) -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self._moto = DomainDispatcherApplication(create_backend_app)
         self._server: BaseWSGIServer | None = None
         self.port = 0
-        self.refuses = ""
-        """A key of DENIED, with which each request is answered."""
-        self.seen: list[tuple[str, str]] = []
-        """Method and path of each request."""
-        self.before: Callable[[str, str], None] = lambda method, path: None
-        """Called with method and path of each request before it is answered."""
+        self.refuses = ""  # a key of DENIED, the answer to each request
+        self.seen: list[tuple[str, str]] = []  # method and path of each request
+        self.before: Callable[[str, str], None] = lambda method, path: None  # called before each answer
 
     def start(self) -> None:
         self._server = make_server("127.0.0.1", self.port, self._answer, threaded=True)
@@ -66,7 +58,6 @@ class Buckets:
         return self._moto(environ, respond)  # type: ignore[no-any-return]
 
     def names(self, below: str = "") -> set[str]:
-        """The names of all objects of the bucket below a prefix."""
         return {key for key in s3_backends[DEFAULT_ACCOUNT_ID]["aws"].buckets[BUCKET].keys if key.startswith(below)}
 
     def get(self, name: str) -> bytes:
@@ -86,7 +77,6 @@ def files() -> Any:
 
 
 def forget() -> None:
-    """Forget what this process knows of servers of earlier tests."""
     fsspec.filesystem("s3").clear_instance_cache()
     for cache in (remote._library, remote._copied):
         cache.cache_clear()
@@ -94,7 +84,7 @@ def forget() -> None:
 
 @contextmanager
 def buckets() -> Iterator[Buckets]:
-    """A server with one empty bucket, and the environment in which everybody finds it."""
+    """A server with one empty bucket, whose address is in the environment."""
     server, before = Buckets(), {**os.environ}
     server.start()
     for name in [name for name in os.environ if name.startswith("AWS_")]:

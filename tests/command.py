@@ -30,7 +30,8 @@ from esmshard.parallel.launch import LAUNCHER
 def in_process(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Exit code, stdout and stderr of `esmshard ARGUMENTS`, in this process and without ranks."""
     more = ["--no-report"] if arguments[0] == "finetune" and "--report" not in arguments else []
-    command, out, err = [*map(str, arguments), *more], io.StringIO(), io.StringIO()
+    command, err = [*map(str, arguments), *more], io.StringIO()
+    out = io.TextIOWrapper(io.BytesIO(), "utf-8", "surrogateescape", newline="", write_through=True)
     argv, environment, code = sys.argv, {**os.environ}, 0
     try:
         with contextlib.chdir(cwd or Path.cwd()), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
@@ -42,7 +43,8 @@ def in_process(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Co
         sys.argv = argv
         os.environ.clear()
         os.environ.update(environment)
-    return subprocess.CompletedProcess(command, code, out.getvalue(), err.getvalue())
+    out.seek(0)
+    return subprocess.CompletedProcess(command, code, out.read(), err.getvalue())
 
 
 def esmshard(

@@ -1,7 +1,8 @@
-"""Runs of `esmshard embed` that can be killed at any moment, and what they leave behind."""
+"""Runs of `esmshard embed` that can be killed at any moment, and the content of outputs."""
 
 import contextlib
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -18,31 +19,40 @@ from model_files import TINY, fair_esm, write_transformers
 from safetensors import safe_open
 
 from esmshard.batch import TokenBatch
-from esmshard.embed import parts
+from esmshard.embed import engines, parts
+from esmshard.embed.spec import request
 from esmshard.model.trunk import Trunk
 from esmshard.vocab import RESIDUES
 
 
 def write_model(directory: Path, seed: int = 0) -> Path:
-    """A model of two layers with random weights."""
     return write_transformers(directory, fair_esm(TINY, seed), TINY)
 
 
 def write_fasta(path: Path, records: int, seed: int = 0, longest: int = 200) -> Path:
-    """Random sequences; each tenth is that of an earlier record."""
+    """Write random sequences. Each tenth record repeats an earlier sequence."""
     rng = np.random.default_rng(seed)
     sequences: list[str] = []
     for k in range(records):
         new = "".join(rng.choice(list(RESIDUES), rng.integers(1, longest)))
         sequences.append(sequences[rng.integers(k)] if k % 10 == 9 else new)
-    path.write_text("".join(f">r{k:05d} words\n{one}\n" for k, one in enumerate(sequences)))
+    path.write_text("".join(f">r{k:05d} words\n{text}\n" for k, text in enumerate(sequences)))
     return path
+
+
+def embed(model: Path | str, out: Path, fasta: Path, **options: Any) -> dict[str, Any]:
+    """Run `embed`. The options are those of `request` and of `engines.embed`."""
+    names = ("fmt", "pools", "layers", "heads", "dtype", "precision", "long", "tracks", "join")
+    asked = request(str(model), out, **{name: options.pop(name) for name in names if name in options})
+    manifest = engines.embed(asked, fasta, **options)
+    assert manifest is not None
+    return manifest
 
 
 def limit_memory(
     model: Trunk, tokens: int, patch: pytest.MonkeyPatch, error: Callable[[], Exception] = MemoryError
 ) -> list[int]:
-    """Let a model have memory for so many tokens; the tokens of its successful passes."""
+    """Let a model fail for more tokens. Return a list to which each successful pass adds its number of tokens."""
     passes: list[int] = []
     forward = model.forward
 
@@ -57,13 +67,7 @@ def limit_memory(
 
 
 class Run:
-    """`esmshard ARGUMENTS` as a process in a group of its own.
-
-    Args:
-        arguments: of the command.
-        folder: where stdout and stderr go.
-        part_tokens: of a part; there are many parts of little work then.
-    """
+    """`esmshard ARGUMENTS` as a process with its own group. `folder` gets stdout and stderr."""
 
     def __init__(self, *arguments: str | Path, folder: Path, part_tokens: int) -> None:
         folder.mkdir(exist_ok=True)
@@ -79,11 +83,9 @@ class Run:
 
     @property
     def is_over(self) -> bool:
-        """Whether the command itself has ended."""
         return self.process.exitcode is not None
 
     def wait(self, timeout: float = 1200) -> int:
-        """Exit code; -9 if it was killed."""
         self.process.join(timeout)
         if self.process.exitcode is None:
             self.kill("group")
@@ -95,29 +97,26 @@ class Run:
         return self._files[1].read_text() if self._files[1].exists() else ""
 
     def workers(self) -> list[int]:
-        """Process ids of `--nproc`."""
+        """Return the ids of the processes that `--nproc` starts."""
         workers = []
         for stat in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = stat.read_text().rpartition(")")[2].split()
                 arguments = stat.with_name("cmdline").read_bytes()
-                if int(fields[1]) == self.pid and b"spawn_main" in arguments:
+                if int(fields[1]) == self.pid and b"resource_tracker" not in arguments:
                     workers.append(int(stat.parent.name))
         return workers
 
-    def kill(self, whom: str, choice: int = 0) -> bool:
-        """kill -9 of the `parent`, of a `worker` or of the `group`; False if there is nobody."""
+    def kill(self, target: str, choice: int = 0) -> bool:
+        """Kill the `parent`, a `worker` or the `group` with signal 9. Return False if it does not exist."""
         with contextlib.suppress(ProcessLookupError):
-            if whom == "worker":
-                workers = self.workers()
-                if not workers:
-                    return False
+            if target == "worker" and (workers := self.workers()):
                 os.kill(workers[choice % len(workers)], signal.SIGKILL)
                 return True
-            if self.is_over:
+            if target == "worker" or self.is_over:
                 return False
-            if whom == "group":
-                with contextlib.suppress(ProcessLookupError):  # it is too young to have one
+            if target == "group":
+                with contextlib.suppress(ProcessLookupError):  # it has no group yet
                     os.killpg(self.pid, signal.SIGKILL)
             os.kill(self.pid, signal.SIGKILL)
             self.process.join()
@@ -130,6 +129,8 @@ def _be(arguments: list[str], environment: Mapping[str, str], part_tokens: int, 
     for number, path in ((1, out), (2, err)):
         os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     parts._part_tokens = lambda *_: part_tokens
+    fork = multiprocessing.get_context("fork")  # A spawned worker would import torch, which takes seconds.
+    engines.multiprocessing.get_context = lambda _: fork  # type: ignore[assignment,return-value]
     sys.exit(command._main(arguments, environment))
 
 
@@ -137,7 +138,7 @@ ORDER = ("start", "planning", "planned", "computing", "computed", "writing", "wr
 
 
 def stage(out: Path) -> str:
-    """How far an output is, seen from outside."""
+    """Return the stage of an output, from its files."""
     work = out.with_name(f"{out.name}.partial")
     if not work.exists():
         removing = work.with_name(f".removed-{work.name}").exists()
@@ -150,7 +151,7 @@ def stage(out: Path) -> str:
         return "planning"
     try:
         done = sum(1 for _ in (work / "parts").glob("[0-9]*.safetensors"))
-    except FileNotFoundError:  # it is removed at this moment
+    except FileNotFoundError:  # was removed at this moment
         return stage(out)
     if done < parts:
         return "computing" if done else "planned"
@@ -158,13 +159,13 @@ def stage(out: Path) -> str:
 
 
 def until(run: Run, condition: str, out: Path) -> None:
-    """Wait for a stage, or a later one, or the end of the run."""
+    """Wait for a stage, a later stage, or the end of the run."""
     while not run.is_over and ORDER.index(stage(out)) < ORDER.index(condition):
         time.sleep(0.002)
 
 
 def content(out: Path) -> dict[str, object]:
-    """Everything that an output says, by file; of parts without what differs from run to run."""
+    """Return the bytes of an output by file; for parts, only the note and the tensors."""
     if (out / "manifest.json").exists():
         found: dict[str, object] = {}
         for path in out.rglob("*"):

@@ -1,11 +1,10 @@
-"""A small random ESM-C of `transformers`, and its tensors in each of the four layouts in which ESM-C was published.
+"""A small random ESM-C of `transformers`, and its files in the four published layouts.
 
-A is that of `transformers` from 5.16 on, B that of the hub in May 2026, C that of 2024-12, D that of ESM++.
+Layout A is written by `transformers` from 5.16 on, B was on the hub in May 2026, C is of 2024-12, and D is ESM++.
 """
 
 import json
 from pathlib import Path
-from typing import Any
 
 import torch
 from model_files import perturb
@@ -18,15 +17,27 @@ LAYERS, WIDTH, HEADS, FFN = 2, 128, 2, 512
 
 
 def random_esmc(seed: int = 0) -> EsmcForMaskedLM:
-    """The model, perturbed: LayerNorms are off 1 and biases off 0, or swaps would go unnoticed."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = TheirConfig(
-            hidden_size=WIDTH, intermediate_size=FFN, num_hidden_layers=LAYERS, num_attention_heads=HEADS
-        )
-        model = EsmcForMaskedLM(config)
+        sizes = {"hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+        model = EsmcForMaskedLM(TheirConfig(**sizes, intermediate_size=FFN))
     perturb(model, seed)
     return model.eval()
+
+
+BLOCK = {
+    "attn.layernorm_qkv.layer_norm_weight": ("input_layernorm.weight",),
+    "attn.layernorm_qkv.layer_norm_bias": ("input_layernorm.bias",),
+    "attn.layernorm_qkv.weight": tuple(f"self_attn.{name}_proj.weight" for name in "qkv"),
+    "attn.q_ln.weight": ("self_attn.q_norm.weight",),
+    "attn.k_ln.weight": ("self_attn.k_norm.weight",),
+    "attn.out_proj.weight": ("self_attn.o_proj.weight",),
+    "ffn.layer_norm_weight": ("post_attention_layernorm.weight",),
+    "ffn.layer_norm_bias": ("post_attention_layernorm.bias",),
+    "ffn.fc1_weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight"),
+    "ffn.fc2_weight": ("mlp.down_proj.weight",),
+}
+"""Names in layout B, and the names in layout A of the tensors that are joined along the rows."""
 
 
 def layout_b(model: EsmcForMaskedLM) -> dict[str, torch.Tensor]:
@@ -34,20 +45,10 @@ def layout_b(model: EsmcForMaskedLM) -> dict[str, torch.Tensor]:
     found = {"esmc.embed.weight": state["esmc.embed_tokens.weight"]}
     found["esmc.transformer.norm.weight"] = state["esmc.norm.weight"]
     for n in range(LAYERS):
-        ours, theirs = f"esmc.layers.{n}.", f"esmc.transformer.blocks.{n}."
-        qkv = [state[f"{ours}self_attn.{name}_proj.weight"] for name in "qkv"]
-        found[f"{theirs}attn.layernorm_qkv.layer_norm_weight"] = state[f"{ours}input_layernorm.weight"]
-        found[f"{theirs}attn.layernorm_qkv.layer_norm_bias"] = state[f"{ours}input_layernorm.bias"]
-        found[f"{theirs}attn.layernorm_qkv.weight"] = torch.cat(qkv)
+        theirs = f"esmc.transformer.blocks.{n}."
         found[f"{theirs}attn.layernorm_qkv._extra_state"] = torch.zeros(0, dtype=torch.uint8)
-        found[f"{theirs}attn.q_ln.weight"] = state[f"{ours}self_attn.q_norm.weight"]
-        found[f"{theirs}attn.k_ln.weight"] = state[f"{ours}self_attn.k_norm.weight"]
-        found[f"{theirs}attn.out_proj.weight"] = state[f"{ours}self_attn.o_proj.weight"]
-        found[f"{theirs}ffn.layer_norm_weight"] = state[f"{ours}post_attention_layernorm.weight"]
-        found[f"{theirs}ffn.layer_norm_bias"] = state[f"{ours}post_attention_layernorm.bias"]
-        gate_up = [state[f"{ours}mlp.{name}_proj.weight"] for name in ("gate", "up")]
-        found[f"{theirs}ffn.fc1_weight"] = torch.cat(gate_up)
-        found[f"{theirs}ffn.fc2_weight"] = state[f"{ours}mlp.down_proj.weight"]
+        for name, parts in BLOCK.items():
+            found[theirs + name] = torch.cat([state[f"esmc.layers.{n}.{part}"] for part in parts])
     for number, part in (("0", "dense"), ("2", "layer_norm"), ("3", "decoder")):
         for kind in ("weight", "bias"):
             found[f"lm_head.{number}.{kind}"] = state[f"lm_head.{part}.{kind}"]
@@ -74,14 +75,11 @@ def layout_c(model: EsmcForMaskedLM) -> dict[str, torch.Tensor]:
     return found
 
 
-def config_b() -> dict[str, Any]:
-    return {"model_type": "esmc", "d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "vocab_size": 64}
-
-
-def config_d() -> dict[str, Any]:
-    sizes = {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS, "vocab_size": 64}
-    code = {"AutoModelForMaskedLM": "modeling_esm_plusplus.ESMplusplusForMaskedLM"}
-    return {"model_type": "ESMplusplus", "auto_map": code, "dropout": 0.0, "num_labels": 2, **sizes}
+CONFIGS = {
+    "B": {"model_type": "esmc", "d_model": WIDTH, "n_heads": HEADS, "n_layers": LAYERS, "vocab_size": 64},
+    "D": {"model_type": "ESMplusplus", "dropout": 0.0, "num_labels": 2, "vocab_size": 64}
+    | {"hidden_size": WIDTH, "num_attention_heads": HEADS, "num_hidden_layers": LAYERS},
+}
 
 
 def write(directory: Path, layout: str, model: EsmcForMaskedLM) -> Path:
@@ -96,5 +94,5 @@ def write(directory: Path, layout: str, model: EsmcForMaskedLM) -> Path:
     else:
         state = layout_b(model) if layout == "B" else layout_c(model)
         save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
-        (directory / "config.json").write_text(json.dumps(config_b() if layout == "B" else config_d()))
+        (directory / "config.json").write_text(json.dumps(CONFIGS[layout]))
     return directory

@@ -8,7 +8,7 @@ from conftest import RECIPE, write_subset
 
 
 def run(directory: Path, size: str, task: str, adapt: str = "", ranks: int = 1) -> Path:
-    """A run of four steps; its directory."""
+    """Run four steps, and return the run's directory."""
     write_subset(directory, "train", "train", range(8))
     write_subset(directory, "valid", "valid", range(2))
     text = RECIPE.format(tokens_per_rank=200, out=directory / "run").replace("{name: nano}", f"{{name: {size}}}")
@@ -20,6 +20,5 @@ def run(directory: Path, size: str, task: str, adapt: str = "", ranks: int = 1) 
 
 
 def losses(directory: Path) -> list[float]:
-    """The training losses of a run."""
     lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if "loss" in line and "split" not in line]

@@ -1,4 +1,4 @@
-"""Runs that stand still after some steps until a test lets them go on, so that what it does comes in their middle."""
+"""Runs that wait after some steps until a test lets them go on, so that the test acts in the middle of a run."""
 
 import os
 import time
@@ -36,17 +36,15 @@ def stand_still(event, arguments):
 sys.addaudithook(stand_still)
 '''
 QUICK = Path(__file__).parent / "site" / "sitecustomize.py"
-"""A process imports only one module of this name."""
+"""The other module with this name. A process imports only one of them, so both texts are joined."""
 PAUSE = 2.0
-"""Seconds after which a run that is to hear a signal takes one more step."""
+"""A run that waits for a signal takes one more step after this number of seconds."""
 
 
 class Hold:
-    """Where the processes of a run see after how many steps they stand still.
+    """A new folder that tells the processes of a run to wait after `steps` lines of steps in metrics.jsonl.
 
-    Args:
-        folder: that does not exist, for this.
-        steps: lines of steps in metrics.jsonl before it stands still.
+    The processes need `environment`.
     """
 
     def __init__(self, folder: Path, steps: int) -> None:
@@ -56,30 +54,25 @@ class Hold:
         self.at(steps)
         others = [os.environ["PYTHONPATH"]] if os.environ.get("PYTHONPATH") else []
         self.environment = {"PYTHONPATH": os.pathsep.join([str(folder), *others])}
-        """For the processes of the run."""
 
     def at(self, steps: int) -> None:
-        """Stand still after so many steps."""
         self._steps = steps
-        (self._folder / "asked").unlink(missing_ok=True)  # what still stands there says it again
+        (self._folder / "asked").unlink(missing_ok=True)  # a process that still waits writes it again
         work = self._folder / "work"
         work.write_text(str(steps))
         work.replace(self._folder / "steps")
 
     def reached(self) -> bool:
-        """Whether the run stands still."""
         return (self._folder / f"reached-{self._steps}").exists()
 
     def asked(self) -> bool:
-        """Whether a signal has come to the rank that stands still."""
+        """Whether the waiting rank has got a signal."""
         return (self._folder / "asked").exists()
 
     def go(self) -> None:
-        """Let it go on."""
         (self._folder / "steps").unlink()
 
     def wait(self, is_over: Callable[[], object]) -> None:
-        """Until the run stands still."""
         end = time.monotonic() + 900
         while not self.reached():
             assert not is_over(), "the run has ended"
@@ -87,7 +80,7 @@ class Hold:
             time.sleep(0.02)
 
     def go_when_asked(self, is_over: Callable[[], object]) -> None:
-        """Let it go on when a signal has come. A rank that waits for the first one hears it with the next step."""
+        """Let the run go on after a signal. A rank that waits for the first rank gets its signal in the next step."""
         while not (is_over() or self.asked()):
             end = time.monotonic() + PAUSE
             while time.monotonic() < end and not (is_over() or self.asked()):

@@ -1,4 +1,4 @@
-"""A server on this machine that speaks as the Hugging Face hub does, with its faults, and caches to find models in."""
+"""A server on this machine that simulates the Hugging Face hub with its faults, and caches with models."""
 
 import hashlib
 import json
@@ -23,13 +23,10 @@ class Hub(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Answer)
         self.files = files
         self.repository = f"facebook/{NAME}"
-        self.sent: dict[str, bytes] = {}
-        """Bodies that differ from the announced ones."""
-        self.go = threading.Event()
-        """Weights are sent when it is set."""
+        self.sent: dict[str, bytes] = {}  # bodies that differ from the announced bodies
+        self.go = threading.Event()  # weights are sent when this is set
         self.go.set()
-        self.asked: list[str] = []
-        """Files and lists that were asked for, without HEAD."""
+        self.asked: list[str] = []  # files and lists that were requested, without HEAD
 
     @property
     def url(self) -> str:
@@ -76,7 +73,7 @@ class Answer(BaseHTTPRequestHandler):
                 self._answer(200, self.server.sent.get(name, self.server.files[name]))
 
     def _store(self) -> str:
-        """Another host, to the client: a redirect to the same one would be followed."""
+        """The client would follow a redirect to the same host."""
         return f"http://localhost:{self.server.server_port}{self.path}"
 
     def _file(self) -> str | None:

@@ -1,9 +1,9 @@
 """Random models of fair-esm (ESM-2, ESM-1b, ESM-1v), and the same weights in our model and in files of each format.
 
-LayerNorms and biases are moved off 1 and 0, or swapping two of them would go unnoticed, and `inv_freq` is rounded
-as in released files. Attention is sharpened and the contact regression enlarged: contacts differ from pair to pair.
-The embedding is made small: with deviation 1 logits reach 50, and fair-esm itself is 4e-5 off its own double precision.
-The row of <mask> is zero in ESM-1b and ESM-1v, as fair-esm makes it on loading; in the file it is noise.
+LayerNorms and biases differ from 1 and 0, because equal values would hide swapped names. `inv_freq` is rounded as in
+released files. Sharp attention and a large contact regression make contacts differ from pair to pair. The embedding is
+small, because fair-esm has errors of 4e-5 for logits around 50. In files of ESM-1b and ESM-1v, the row of <mask> is
+noise, which fair-esm sets to zero.
 """
 
 import argparse
@@ -20,8 +20,10 @@ from safetensors.torch import load, save_file
 from torch import nn
 
 from esmshard.batch import TokenBatch, pack
-from esmshard.model import weight_reader, weights
+from esmshard.model import export, weight_reader, weights
+from esmshard.model.config import ModelConfig
 from esmshard.model.families.esm2 import ESM2, FAMILY, TIED, EsmConfig
+from esmshard.model.families.family import Family
 from esmshard.model.weights import Weights
 from esmshard.vocab import MASK
 
@@ -31,9 +33,8 @@ SMALL = {
     "ESM-1b": EsmConfig(n_layers=3, dim=64, n_heads=4, max_positions=1024, emb_layer_norm_before=True),
     "ESM-1v": EsmConfig(n_layers=3, dim=64, n_heads=4, max_positions=1024),
 }
-"""One of each family."""
 RELEASED_PREFIXES = ("encoder.sentence_encoder.", "encoder.")
-"""Of the trunk and of the LM head."""
+"""The prefixes of the trunk and of the LM head in released files."""
 ALPHABET = Alphabet.from_architecture("ESM-1b")
 
 
@@ -46,28 +47,39 @@ def perturb(model: nn.Module, seed: int = 0, deviation: float = 0.03) -> None:
                 parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=deviation)
 
 
-def esm1_settings(config: EsmConfig) -> argparse.Namespace:
-    """What fair-esm builds an ESM-1b or ESM-1v from."""
-    return argparse.Namespace(
-        arch="roberta_large",
-        layers=config.n_layers,
-        embed_dim=config.dim,
-        ffn_embed_dim=4 * config.dim,
-        attention_heads=config.n_heads,
-        max_positions=config.max_positions,
-        token_dropout=config.token_dropout,
-        emb_layer_norm_before=config.emb_layer_norm_before,
-    )
+def randomise(model: nn.Module, scale: float) -> None:
+    """Add noise to vectors, and replace matrices by random matrices."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.2 * torch.randn(parameter.shape))
+            else:
+                parameter.copy_(scale * torch.randn(parameter.shape) / parameter.shape[1] ** 0.5)
+
+
+def same_gradients(mine: nn.Module, theirs: nn.Module, family: Family) -> int:
+    """Compare all gradients except for the contact regression, and return their number."""
+    expected = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    parameters = {name: p for name, p in mine.named_parameters() if not name.startswith("contact_head.")}
+    for name, parameter in parameters.items():
+        other = expected[str(family.key(name))]
+        assert (parameter.grad - other).abs().max() < 1e-5 * other.abs().max(), name
+    return len(parameters)
 
 
 def fair_esm(config: EsmConfig, seed: int = 0) -> FairEsm:
-    """fair-esm's own model, perturbed, in evaluation mode (a `ProteinBertModel` where positions are learned)."""
+    """fair-esm's model, perturbed, in evaluation mode (a `ProteinBertModel` for learned positions)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         if config.rotary:
             model = FairEsm(config.n_layers, config.dim, config.n_heads, token_dropout=config.token_dropout)
         else:
-            model = ProteinBertModel(esm1_settings(config), ALPHABET)
+            sizes = {"layers": config.n_layers, "embed_dim": config.dim, "attention_heads": config.n_heads}
+            options = {
+                name: getattr(config, name) for name in ("max_positions", "token_dropout", "emb_layer_norm_before")
+            }
+            settings = argparse.Namespace(arch="roberta_large", ffn_embed_dim=4 * config.dim, **sizes, **options)
+            model = ProteinBertModel(settings, ALPHABET)
         nn.init.normal_(model.contact_head.regression.weight)
     perturb(model, seed)
     with torch.no_grad():
@@ -83,7 +95,7 @@ def fair_esm(config: EsmConfig, seed: int = 0) -> FairEsm:
 
 
 def ours(reference: FairEsm, config: EsmConfig) -> ESM2:
-    """Our model with the weights of fair-esm's: every name of one is a name of the other."""
+    """Our model with the weights of fair-esm's model. All tensor names are equal."""
     state = reference.state_dict()
     assert state.keys() == weights.shapes(config).keys()
     found = Weights(config, "fair-esm", weight_reader.tensors({name: t for name, t in state.items() if name != TIED}))
@@ -97,26 +109,21 @@ def tokenise(sequences: list[str]) -> tuple[torch.Tensor, TokenBatch]:
 
 
 def write_fair_esm(path: Path, model: FairEsm, prefixes: tuple[str, str] = RELEASED_PREFIXES) -> Path:
-    """`NAME.pt` and its contact regression as released: the trunk under one prefix, the LM head under another."""
+    """Write `NAME.pt` and its contact regression, with prefixes for the trunk and for the LM head."""
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     regression = {name: state.pop(name) for name in list(state) if name.startswith("contact_head.")}
     named = {prefixes[name.startswith("lm_head.")] + name: tensor for name, tensor in state.items()}
     named[prefixes[1] + TIED] = named[prefixes[0] + "embed_tokens.weight"]  # one tensor under two names
+    sizes = ("layers", "embed_dim", "ffn_embed_dim", "attention_heads")
     if isinstance(model, FairEsm):
-        sizes = argparse.Namespace(
-            encoder_layers=model.num_layers,
-            encoder_embed_dim=model.embed_dim,
-            encoder_attention_heads=model.attention_heads,
-            token_dropout=model.token_dropout,
-        )
-        settings: dict[str, Any] = {"cfg": {"model": sizes}}
+        values = (model.num_layers, model.embed_dim, 4 * model.embed_dim, model.attention_heads)
+        args = argparse.Namespace(**{f"encoder_{name}": value for name, value in zip(sizes, values, strict=True)})
+        args.token_dropout = model.token_dropout
+        del args.encoder_ffn_embed_dim
+        settings: dict[str, Any] = {"cfg": {"model": args}}
     else:
         named[prefixes[0] + "embed_tokens.weight"][MASK] = 7.0
-        args = vars(model.args).items()
-        trainer = {
-            f"encoder_{k}" if k in ("layers", "embed_dim", "ffn_embed_dim", "attention_heads") else k: v
-            for k, v in args
-        }
+        trainer = {f"encoder_{k}" if k in sizes else k: v for k, v in vars(model.args).items()}
         del trainer["emb_layer_norm_before"]
         settings = {"args": argparse.Namespace(**trainer)}
     torch.save(settings | {"model": named}, path)
@@ -127,7 +134,7 @@ def write_fair_esm(path: Path, model: FairEsm, prefixes: tuple[str, str] = RELEA
 def write_transformers(
     directory: Path, model: nn.Module, config: EsmConfig, head: Mapping[str, torch.Tensor] | None = None
 ) -> Path:
-    """A directory in the layout of `transformers` 4, which is also ours; `model` has fair-esm's names."""
+    """Write a directory in the layout of `transformers` 4, which is also ours. `model` has fair-esm's names."""
     directory.mkdir()
     state = {FAMILY.key(name): t.contiguous() for name, t in model.state_dict().items() if name != TIED}
     state |= {f"head.{name}": tensor for name, tensor in (head or {}).items()}
@@ -136,8 +143,16 @@ def write_transformers(
     return directory
 
 
+def write_fresh(directory: Path, config: ModelConfig) -> Path:
+    """A directory with a new random model of any family."""
+    directory.mkdir()
+    source = weights.fresh(config, 0).__getitem__
+    export.write_transformers(directory, config, weights.stored_shapes(config), source)
+    return directory
+
+
 def edit_config(directory: Path, **changes: Any) -> None:
-    """Change settings of a directory; `...` takes one out."""
+    """Change settings in `config.json`; the value `...` removes a setting."""
     path = directory / "config.json"
     settings = json.loads(path.read_text()) | changes
     path.write_text(json.dumps({key: value for key, value in settings.items() if value is not ...}))

@@ -1,4 +1,4 @@
-"""Compressed bytes, for which Python 3.11 itself has no module."""
+"""Compressed bytes in formats that Python 3.11 lacks."""
 
 import tempfile
 from pathlib import Path
@@ -7,7 +7,6 @@ from xopen import xopen
 
 
 def zstd(data: bytes) -> bytes:
-    """By the library that also reads it, so that no program is needed."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory, "packed.zst")
         with xopen(path, "wb", threads=0) as file:

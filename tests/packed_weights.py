@@ -1,4 +1,4 @@
-"""Packed matrices, and weights as they are after packing and unpacking."""
+"""Packed matrices, and weights after packing and unpacking."""
 
 from dataclasses import replace
 from typing import Any
@@ -11,7 +11,6 @@ from esmshard.model.weights import Weights
 
 
 def packed(weight_OI: torch.Tensor, kind: Any) -> PackedMatrix:
-    """A matrix as `materialise` fills it."""
     matrix = PackedMatrix(*weight_OI.shape, kind, torch.device("cpu"))
     for name, values in matrix.pack(weight_OI).items():
         matrix.get_buffer(name).copy_(values)
@@ -19,7 +18,7 @@ def packed(weight_OI: torch.Tensor, kind: Any) -> PackedMatrix:
 
 
 def unpacked(weights: Weights, kind: Any) -> Weights:
-    """The weights after packing and unpacking, of the linear layers of the blocks only."""
+    """The weights after packing and unpacking the linear layers of all blocks."""
     paths = [f".{matrix.path}.weight" for matrix in weights.config.matrices]
 
     def changed(reader: WeightReader) -> WeightReader:

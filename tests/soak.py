@@ -1,11 +1,11 @@
-"""A soak test: runs that are killed again and again at random moments end like a run that was not killed.
+"""A soak test: runs that are killed again and again at random moments end like an unbroken run.
 
     python tests/soak.py --kills 200 --seed 0
 
-The runs are real runs of a nano model: in one process, in two, or in one and two by turns; with checkpoints written at
-once or in the background. Most attempts end by SIGKILL of one or all processes, some by SIGTERM. Each next attempt
-continues with `resume="auto"`. The losses and the model of a finished run are those of an unbroken run: bit by bit, or
-to 1e-4 if the number of processes changed. pytest does not collect this file: it takes minutes. Attempts are forked.
+The runs train a nano model in one process, in two, or in one and two by turns, with checkpoints in the foreground or
+background. Most attempts end by SIGKILL of one or all processes, some by SIGTERM. The next attempt continues with
+`resume="auto"`. Losses and model equal those of an unbroken run: bit by bit, or to 1e-4 if the number of processes
+changed. The test takes minutes, so pytest does not collect this file.
 """
 
 import argparse
@@ -42,13 +42,13 @@ from esmshard.train.run_dir import LOCK, metrics_of, read_status
 
 STEPS, KEEP, CRASHED = 40, 2, 99
 PATIENCE = 120
-"""Seconds in which processes have to end by themselves."""
+"""The number of seconds in which processes must end by themselves."""
 KINDS = [((1,), False), ((2,), False), ((1,), True), ((2,), True), ((1, 2), False), ((2, 1), True)]
 """The numbers of processes of successive attempts, and whether checkpoints are written in the background."""
 
 
 def start(recipe: Path, out: Path, processes: int, background: bool, log: Path) -> list[int]:
-    """Fork the processes of an attempt; their ids."""
+    """Fork the processes of an attempt, and return their ids."""
     port, children = free_port(), []
     for rank in range(processes):
         if child := os.fork():
@@ -94,11 +94,11 @@ def after(seconds: float) -> Callable[[], bool]:
 
 
 def moment(out: Path, dice: random.Random) -> Callable[[], bool]:
-    """When to stop an attempt: mostly after a few steps, so that each attempt comes further than the last."""
+    """Choose when to stop an attempt, mostly after a few steps, so that each attempt comes further than the last."""
     saved = manifest.complete(out / "checkpoints")
     done = (manifest.step_of(saved[-1]) or 0) if saved else 0
     if done == STEPS and dice.random() < 0.4:
-        return after(PATIENCE)  # so that the run comes to its end
+        return after(PATIENCE)  # the run may end
     if done == STEPS or dice.random() < 0.15:
         return after(dice.uniform(0, 4))
     step, begin = min(done + dice.randint(1, 8), STEPS), time.time()
@@ -106,7 +106,7 @@ def moment(out: Path, dice: random.Random) -> Callable[[], bool]:
 
 
 def results(out: Path) -> dict[str, Any]:
-    """The losses and the model of a finished run. `AssertionError` if its files are not those of a finished run."""
+    """Check the files of a finished run, and return its losses and model."""
     lines = list(metrics_of(out))
     steps = [line for line in lines if "loss" in line and "split" not in line]
     assert [line["step"] for line in steps] == list(range(1, STEPS + 1)), "each step has one line"
@@ -124,7 +124,7 @@ def results(out: Path) -> dict[str, Any]:
 
 
 def broken_run(recipe: Path, out: Path, kind: int, dice: random.Random, kills: Counter[str], most: int) -> None:
-    """One run, stopped again and again until it is done. After `most` kills, nothing stops it."""
+    """Stop a run again and again until it is done, or until there were `most` kills."""
     sizes, background = KINDS[kind]
     for attempt in range(1000):
         processes, codes = sizes[attempt % len(sizes)], dict[int, int]()
@@ -149,7 +149,7 @@ def broken_run(recipe: Path, out: Path, kind: int, dice: random.Random, kills: C
         assert not is_calm, f"attempt {attempt} does not end"
         assert not (ask and stuck), f"{len(stuck)} of {processes} did not leave within {PATIENCE} s of SIGTERM"
         kills[number.name] += 1
-        # A process that is asked to stop saves, and all others with it; a process that loses another ends with LOST.
+        # All processes save if one is asked to stop. A process that loses another one ends with LOST.
         allowed = {0, -signal.SIGKILL} | ({Preempted.exit_code, -signal.SIGTERM} if ask else set())
         allowed |= {ExitCode.LOST} if len(first) < processes or not ask else set()
         assert set(codes.values()) <= allowed, f"attempt {attempt}: {sorted(codes.values())} after {number.name}"
@@ -158,7 +158,7 @@ def broken_run(recipe: Path, out: Path, kind: int, dice: random.Random, kills: C
 
 
 def soak(kills: int, seed: int, directory: Path) -> int:
-    """Start runs until `kills` attempts were stopped; the number of failed runs."""
+    """Start runs until `kills` attempts were stopped, and return the number of failed runs."""
     for name, chains in (("train", range(24)), ("valid", range(5))):
         write_subset(directory, name, name, chains)
     recipe = directory / "nano.yaml"

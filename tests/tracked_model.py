@@ -1,4 +1,4 @@
-"""A model that reads structure letters, as a directory, and sequences with letters."""
+"""A model that reads structure letters, and sequences with letters."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,8 +19,8 @@ LETTERS = "pynwrqhgdlvtmfsaeikc"
 
 
 def write_model(directory: Path, config: ModelConfig = CONFIG) -> tuple[str, Trunk]:
-    """The model as a directory, and itself."""
-    model = perturbed(config)  # so that a letter makes a difference everywhere
+    """Write a model to a directory. Return the path and the model."""
+    model = perturbed(config)  # The letters must change the outputs.
     state = model.state_dict()
     sizes = {name: state[name].shape for name, _ in model.named_parameters()}
     directory.mkdir()
@@ -29,7 +29,6 @@ def write_model(directory: Path, config: ModelConfig = CONFIG) -> tuple[str, Tru
 
 
 def random_pairs(lengths: Mapping[str, int], seed: int = 0) -> dict[str, tuple[str, str]]:
-    """A sequence and its letters for each id."""
     rng = np.random.default_rng(seed)
     return {
         name: ("".join(rng.choice(list(STANDARD), length)), "".join(rng.choice(list(LETTERS), length)))
@@ -38,10 +37,10 @@ def random_pairs(lengths: Mapping[str, int], seed: int = 0) -> dict[str, tuple[s
 
 
 def write_pairs(directory: Path, pairs: Mapping[str, tuple[str, str]]) -> tuple[Path, Path]:
-    """Two FASTA files, the letters in upper case and in another order."""
+    """Write two FASTA files, with the letters in upper case and in another order."""
     fasta, letters = directory / "x.fasta", directory / "3di.fasta"
     fasta.write_text("".join(f">{name}\n{sequence}\n" for name, (sequence, _) in pairs.items()))
-    letters.write_text("".join(f">{name}\n{one.upper()}\n" for name, (_, one) in [*pairs.items()][::-1] if one))
+    letters.write_text("".join(f">{name}\n{text.upper()}\n" for name, (_, text) in [*pairs.items()][::-1] if text))
     return fasta, letters
 
 

@@ -1,13 +1,13 @@
-"""The training data of the demo model, from three Debian packages: sequences alone, and none like those of the sample.
+"""Make the training data of the demo model from three Debian packages.
 
     apt-get download promod3-data mmseqs2-examples metastudent-data
     for deb in promod3-data_*.deb mmseqs2-examples_*.deb metastudent-data_*.deb; do dpkg -x "$deb" debian; done
     python data/demo/build.py "$(find debian -name structure_db.dat)" "$(find debian -path '*BPO/goasp.fasta.psq')" \
         $(find debian -name DB.fasta.gz -o -name QUERY.fasta.gz) --out demo-data
 
-Writes `sequences.fasta.gz`. It holds nothing similar to a chain of the sample's `train`, `valid` or `test`, so that
-these three stand to the training alike. Needs numpy and the `mmseqs` command (Debian: mmseqs2). The same input, seed
-and version of `mmseqs` give the same file.
+The script writes `sequences.fasta.gz`, without sequences that are similar to the sample's `train`, `valid` or `test`.
+So none of the three splits is closer to the training data than the others. The script needs numpy and the `mmseqs`
+command (Debian: mmseqs2). The same input, seed and version of `mmseqs` give the same file.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from starter import build as starter
 
 
 def main() -> None:
-    """Read, filter, write; the number of sequences after each filter goes to the terminal."""
+    """Read, filter and write the sequences. Print the number of sequences after each filter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("database", type=Path, help="structure_db.dat of promod3-data")
     parser.add_argument("blast", type=Path, help="BPO/goasp.fasta.psq of metastudent-data")

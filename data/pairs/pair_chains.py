@@ -1,9 +1,9 @@
-"""Pairs of shipped chains with labels that follow from both: `pair_chains.py OUT_DIR`.
+"""Make artificial pairs of shipped chains with labels: `pair_chains.py OUT_DIR`.
 
-Writes `train.fasta`, `valid.fasta`, `test.fasta`, with records `A:B`, and `labels.csv`, which compares the secondary
-structure of the two chains as `data/contact/labels.csv` has it. No pair was observed: the chains are not known to bind
-or to interact. The pairs of a split are of its own chains, so that no sequence of a test pair is in a training pair;
-every chain is in four pairs. The same seed gives the same files, byte for byte.
+The script writes `train.fasta`, `valid.fasta` and `test.fasta` with records `A:B`, and `labels.csv`. The labels compare
+the secondary structures of the two chains in `data/contact/labels.csv`. The chains are not known to interact. Both
+chains of a pair are in the same split, so no sequence of a test pair is in a training pair. Every chain is in four
+pairs. The same seed gives the same bytes.
 """
 
 import csv
@@ -13,7 +13,7 @@ from pathlib import Path
 
 CONTACT = Path(__file__).parents[1] / "contact"
 LONGEST = {"train": 86, "valid": 110, "test": 110}
-"""The most residues of a chain, so that the files are small."""
+"""The maximum chain length in residues. It keeps the files small."""
 
 
 def main(out: Path) -> None:

@@ -1,11 +1,11 @@
-"""Put a shipped model together out of its stages: one model directory, `data/starter/model` or `data/demo/model`.
+"""Combine the training stages of a shipped model in one directory, `data/starter/model` or `data/demo/model`.
 
     python data/starter/assemble.py WORK OUT [STAGE]
 
-WORK holds what the recipes in `data/starter` or `data/demo` wrote (see data/README.md). Trunk and head are those of
-STAGE: `contact`, the default, or `mlm`. With `contact`, the language model's head is that of `lm_head`, which learned
-on that trunk with everything else frozen, and the regression over attention maps is what `probe` fitted on it. Weights
-are written in fp16, for half the size. The card is written by hand.
+WORK has the output of the recipes in `data/starter` or `data/demo` (see data/README.md). The trunk and its head are
+from STAGE: `contact` (the default) or `mlm`. With `contact`, the head of the language model is from the stage
+`lm_head`, and the regression over attention maps is from the stage `probe`. Both stages froze this trunk. The weights
+are saved in fp16 to halve the file size. The model card is not part of the output; it was written by hand.
 """
 
 import json
@@ -23,11 +23,11 @@ FROM = {
     "lm_head": ("lm_head.", "lm_head."),
     "probe": ("head.regression.", "esm.contact_head.regression."),
 }
-"""Stage after `contact`: names of the tensors it gives, there and here."""
+"""For each stage after `contact`: the prefix of its tensors in the stage, and in the output."""
 
 
 def main(work: Path, out: Path, first: str = "contact") -> None:
-    """Write `model.safetensors`, `esmshard.json` and what goes with them to `out`."""
+    """Write `model.safetensors`, `esmshard.json` and the other model files to `out`."""
     main_stage, parts = work / first / "model", FROM if first == "contact" else {}
     found = load_file(main_stage / "model.safetensors")
     for name, (theirs, ours) in parts.items():
@@ -55,7 +55,7 @@ def main(work: Path, out: Path, first: str = "contact") -> None:
         split["path"] = Path(split["path"]).name
     config = (out / "config.json").read_text()
     (out / "config.json").write_text(config.replace('"torch_dtype": "float32"', '"torch_dtype": "float16"'))
-    # Paths in the file are those of WORK, or begin at the directory of the stage's model.
+    # Paths in the file begin with WORK, or are relative to the model directory of the stage.
     text = json.dumps(about, indent=1).replace(f"{work}/", "").replace('"../../', '"')
     (out / "esmshard.json").write_text(text + "\n")
 

@@ -1,14 +1,14 @@
-"""The training data of the starter model, from three Debian packages and the sample in `data/contact`.
+"""Make the training data of the starter model from three Debian packages and the sample in `data/contact`.
 
     apt-get download promod3-data mmseqs2-examples metastudent-data
     for deb in promod3-data_*.deb mmseqs2-examples_*.deb metastudent-data_*.deb; do dpkg -x "$deb" debian; done
     python data/starter/build.py "$(find debian -name structure_db.dat)" "$(find debian -path '*BPO/goasp.fasta.psq')" \
         $(find debian -name DB.fasta.gz -o -name QUERY.fasta.gz) --out starter-data
 
-Writes `sequences.fasta.gz` (masked-LM training), `chains.fasta` and `.npz` (contact training), `valid_chains.fasta` and
-`.npz` (chains to watch that training by; format: data/README.md). Neither training file holds anything similar to a
-chain of the sample's `valid` and `test`, or to `valid_chains`. Needs numpy and the `mmseqs` command (Debian: mmseqs2).
-The same input, seed and version of `mmseqs` give the same files.
+The script writes `sequences.fasta.gz` (masked-LM training), `chains.fasta` and `.npz` (contact training), and
+`valid_chains.fasta` and `.npz` (validation; format: data/README.md). The training files have no sequence that is
+similar to a chain of the sample's `valid` and `test`, or of `valid_chains`. The script needs numpy and the `mmseqs`
+command (Debian: mmseqs2). The same input, seed and version of `mmseqs` give the same files.
 """
 
 import argparse
@@ -34,24 +34,23 @@ SAMPLE = Path(__file__).resolve().parents[1] / "contact"
 STANDARD = set("ACDEFGHIKLMNPQRSTVWY")
 RESIDUES = STANDARD | set("XBUZO")
 LONGEST_CHAIN = 400
-# A shorter one gives no E-value below the limit even where it is the same protein, so that it would escape the filter.
+# The E-value of a shorter sequence is above the limit even for an identical protein, so the filter would not see it.
 SHORTEST = 40
 PEPTIDE_BOND = 1.6
-"""Angstrom from C to the next N; a longer bond is a break in the chain."""
+"""The maximum distance in angstroms from C to the next N. A longer distance is a break in the chain."""
 AMINO_ACID_TYPES = 10
 BLAST_CODES = bytes.maketrans(bytes(range(28)), b"-ABCDEFGHIKLMNPQRSTVWXYZU*OJ")
-"""NCBIstdaa, the residue codes of a BLAST database."""
+"""A translation of NCBIstdaa, the residue codes of a BLAST database, to letters."""
 E_VALUE = 1.0
-"""Far above the usual 1e-3, which holds for a search the other way too: a sequence of ours against the 199 chains of
-`valid` and `test`, a file 400 times smaller, has an E-value 400 times lower."""
+"""The maximum E-value of a similar sequence. The usual limit is 1e-3 for a search in the 199 chains of `valid` and
+`test`. Our file is 400 times larger, and E-values grow with the file size, so 1.0 is above the equivalent limit.
+"""
 
 
 def usable(sequence: str, atoms_L43: npt.NDArray[np.uint16]) -> bool:
-    """Whether a chain can be trained on: its length, its amino acids, and no break in its backbone.
+    """Return whether a chain has a suitable length, enough kinds of amino acids, and no break in its backbone.
 
-    Args:
-        sequence: one-letter codes of L residues.
-        atoms_L43: N, CA, C and O of each residue in 0.01 A.
+    `sequence` has L residues. `atoms_L43` has the positions of N, CA, C and O of each residue in 0.01 A.
     """
     if not SHORTEST <= len(sequence) <= LONGEST_CHAIN:
         return False
@@ -62,7 +61,7 @@ def usable(sequence: str, atoms_L43: npt.NDArray[np.uint16]) -> bool:
 
 
 def usable_chains(database: Path) -> dict[str, str]:
-    """The sequence of each usable chain of ProMod3's structure database, by `ID_CHAIN`."""
+    """Return the sequence of each usable chain of ProMod3's structure database, by `ID_CHAIN`."""
     data = database.read_bytes()
     index, at = rebuild.chains(data)
     rows: dict[str, npt.NDArray[Any]] = rebuild.arrays(data, at)
@@ -75,7 +74,7 @@ def usable_chains(database: Path) -> dict[str, str]:
 
 
 def read_fasta(path: Path) -> list[tuple[str, str]]:
-    """(first word of the header, sequence in capitals) of each record of a FASTA file, plain or gzip."""
+    """Return the id and the upper-case sequence of each record in a plain or gzip FASTA file."""
     text = gzip.decompress(path.read_bytes()).decode() if path.suffix == ".gz" else path.read_text()
     records = []
     for entry in ("\n" + text).split("\n>")[1:]:
@@ -85,44 +84,42 @@ def read_fasta(path: Path) -> list[tuple[str, str]]:
 
 
 def blast_sequences(path: Path) -> list[tuple[str, str]]:
-    """(number, sequence) of each record of a BLAST database of proteins, from its `.psq` file: records end in zeros."""
+    """Return a numbered name and the sequence of each record in the `.psq` file of a BLAST protein database."""
     sequences = path.read_bytes().strip(b"\0").split(b"\0")
     return [(f"{path.stem}_{n}", s.translate(BLAST_CODES).decode()) for n, s in enumerate(sequences)]
 
 
 def write_fasta(path: Path, records: Iterable[tuple[str, str]]) -> None:
-    """One line a sequence, the same bytes each time: a gzip file carries no time."""
+    """Write each sequence on one line. A gzip file gets no time stamp, so the same records give the same bytes."""
     text = "".join(f">{name}\n{sequence}\n" for name, sequence in records)
     path.write_bytes(gzip.compress(text.encode(), mtime=0) if path.suffix == ".gz" else text.encode())
 
 
 def key(*words: object) -> bytes:
-    """A random order that follows from the words alone, on every machine and version."""
+    """Return a sort key for a random order that depends only on the words, on every machine."""
     return hashlib.sha256(" ".join(map(str, words)).encode()).digest()
 
 
 def one_per_cluster(pool: Iterable[tuple[str, str]], seed: int) -> list[str]:
-    """One chain of each cluster, the clusters in a random order.
+    """Return a random chain of each cluster, with the clusters in random order.
 
-    Args:
-        pool: (cluster, chain), in any order.
-        seed: the choice and the order follow from it. The choice in one cluster does not depend on the others.
+    `pool` has pairs (cluster, chain) in any order. The choice in a cluster depends only on the cluster and the seed.
     """
     members: dict[str, list[str]] = {}
     for cluster, chain in pool:
         members.setdefault(cluster, []).append(chain)
-    # Two draws: were the clusters ordered by the key of the chosen chain, large clusters would come first.
+    # If the key of the chosen chain also ordered the clusters, large clusters would come first.
     order = sorted(members, key=lambda cluster: key(seed, "cluster", cluster))
     return [min(members[cluster], key=lambda chain: key(seed, "chain", chain)) for cluster in order]
 
 
 def column(table: str, at: int) -> set[int]:
-    """The numbers in one column of a table of `mmseqs`: which sequences have a hit, or stand for a cluster."""
+    """Return the sequence numbers in column `at` of a table that `mmseqs` wrote."""
     return {int(line.split("\t")[at]) for line in table.splitlines()}
 
 
 def mmseqs(*arguments: str | Path) -> None:
-    """Run `mmseqs` on one core; its failure ends the program with the last lines that it wrote."""
+    """Run `mmseqs` on one core. If it fails, exit with the last 2,000 characters of its output."""
     command = ["mmseqs", *map(str, arguments), "--threads", "1"]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
     if done.returncode:
@@ -130,33 +127,30 @@ def mmseqs(*arguments: str | Path) -> None:
 
 
 def write_numbered(path: Path, sequences: list[str]) -> Path:
-    """A FASTA file with numbers for names: `mmseqs` shortens names such as `sp|P12345|X_HUMAN`."""
+    """Write a FASTA file with numbers as ids, because `mmseqs` shortens ids such as `sp|P12345|X_HUMAN`."""
     write_fasta(path, ((str(k), sequence) for k, sequence in enumerate(sequences)))
     return path
 
 
 def similar(sequences: list[str], others: list[str]) -> set[str]:
-    """Those of the sequences that a search with the others finds, whatever the coverage."""
+    """Return the sequences that are similar to one of `others`, for any alignment coverage."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         query = write_numbered(directory / "query.fasta", others)
         target = write_numbered(directory / "target.fasta", sequences)
         hits = directory / "hits.tsv"
-        # By default the search stops at 300 hits of a query, and a large family would be removed in part only.
+        # By default a query gets at most 300 hits, and a large family would be removed only in part.
         limits = ("-s", "7.5", "-e", str(E_VALUE), "--max-seqs", str(len(sequences)), "--format-output", "query,target")
         mmseqs("easy-search", query, target, hits, directory / "work", *limits)
         found = {sequences[k] for k in column(hits.read_text(), 1)}
-    return found | (set(sequences) & set(others))  # the search does not see what is all low complexity
+    return found | (set(sequences) & set(others))  # The search ignores sequences of low complexity.
 
 
 def representatives(sequences: list[str], identity: float) -> set[str]:
-    """One sequence of each cluster at this identity over 80% of both sequences.
+    """Return one sequence of each cluster. `sequences` has no duplicates.
 
-    `easy-linclust` takes minutes for half a million sequences, and leaves more pairs apart than `easy-cluster`.
-
-    Args:
-        sequences: all of them different.
-        identity: share of equal residues, 0 to 1.
+    `identity` is the minimum fraction of equal residues in a cluster, 0 to 1, over 80% of both sequences.
+    `easy-linclust` takes minutes for half a million sequences, but finds fewer similar pairs than `easy-cluster`.
     """
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
@@ -167,13 +161,13 @@ def representatives(sequences: list[str], identity: float) -> set[str]:
 
 
 def write_chains(fasta: Path, names: list[str], chains: dict[str, str], database: Path) -> None:
-    """The FASTA file of these chains, and beside it their coordinates."""
+    """Write the FASTA file of the chains in `names`, and the `.npz` file with their coordinates."""
     write_fasta(fasta, ((name, chains[name]) for name in sorted(names)))
     rebuild.main(database, fasta, fasta.with_suffix(".npz"))
 
 
 def main() -> None:
-    """Read, filter, write; the number of sequences after each filter goes to the terminal."""
+    """Read, filter and write the sequences. Print the number of sequences after each filter."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("database", type=Path, help="structure_db.dat of promod3-data")
     parser.add_argument("blast", type=Path, help="BPO/goasp.fasta.psq of metastudent-data")
@@ -211,7 +205,7 @@ def main() -> None:
     records = [(chain, chains[chain]) for _, chain in sorted(pool)] + examples
     records = [(name, s) for name, s in records if len(s) >= SHORTEST and set(s) <= RESIDUES]
     tell(f"of pool and examples, {SHORTEST} residues or more, 20 amino acids and XBUZO", (s for _, s in records))
-    # From here on a sequence is its own name; the name of its first record is kept for the file.
+    # Each sequence occurs once from here on. The output file gets the name of its first record.
     names: dict[str, str] = {}
     for name, sequence in records:
         names.setdefault(sequence, name)

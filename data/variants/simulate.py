@@ -1,30 +1,30 @@
-"""A simulated variant landscape of one protein, whose truth is known: `simulate.py OUT_DIR`.
+"""Simulate the effects of variants of one protein: `simulate.py OUT_DIR`.
 
-Writes `wild_type.fasta`, `landscape.csv` (simulated measurements) and `truth.csv` (values without noise, of every
-single substitution and of the measured double mutants). None of it was measured on a protein. Needs numpy, and the
-chain `3CS1_A` of `data/contact/train.npz`. The same seed gives the same files, byte for byte.
+The script writes `wild_type.fasta`, `landscape.csv` (simulated measurements) and `truth.csv` (values without noise, of
+every single substitution and of the measured double mutants). No value is a real measurement. The script needs numpy
+and the chain `3CS1_A` of `data/contact/train.npz`. The same seed gives the same bytes.
 
-A substitution of residue a at site i by b, in arbitrary units, higher being better and the wild type 0:
+The effect of a substitution of residue a by b at site i has arbitrary units. Higher is better, and the wild type has 0:
 
     additive = -s(i) d(a, b) + 0.5 (p(a) - p(b))
     d(a, b)  = 1.5 |hydropathy difference| / 9 + |volume difference| / 167.7 A^3 + |charge difference| / 2
     s(i)     = 0.1 + 0.9 / (1 + exp(-m(i)))
 
-m(i) is the mean hydropathy of the wild type at i-1, i and i+1 with weights 1, 3, 1, over the sites that there are: a
-site in a hydrophobic stretch is sensitive, one in a polar stretch tolerant. So s follows from what a model can read off
-the sequence, also at a site that it has seen no variant of. p is the helix propensity in kcal/mol, lower being better;
-since its term does not depend on the site, it lets some substitutions improve on the wild type, and makes proline bad.
+m(i) is the weighted mean hydropathy of the wild type at i-1, i and i+1 (weights 1, 3, 1; fewer sites at the ends). So
+hydrophobic regions are sensitive, and polar regions are tolerant. A model can learn s from the sequence, even for sites
+without measured variants. p is the helix propensity in kcal/mol; lower is better. Its term does not depend on the site.
+It makes some substitutions better than the wild type, and proline bad.
 
-Two substitutions, a by b at site i and a' by b' at site j, add up. Where the sites are in contact (Cb, or Ca of
-glycine, closer than 8 A; |i - j| >= 4) there is one term more:
+The effects of two substitutions, a by b at site i and a' by b' at site j, add up. Sites in contact (Cb, or CA of
+glycine, closer than 8 A; |i - j| >= 4) have one more term:
 
-    pairwise = -0.5 q(b) q(b') + 0.7 (s(i) + s(j)) min(|dV|, |dV'|) / 167.7 A^3,
+    pairwise = -0.5 q(b) q(b') + 0.7 (s(i) + s(j)) min(|dV|, |dV'|) / 167.7 A^3
 
-the first for the charges q of the new residues, the second only where one of the changes of volume dV and dV' is a gain
-and the other a loss: 70% of the volume part of d is given back as far as the two make up for each other.
+q is the charge of a new residue. The second part is used only if one of the volume changes dV and dV' is positive and
+the other is negative. It cancels 70% of the volume part of d, as far as the two volume changes compensate each other.
 
-Sources: hydropathy, Kyte & Doolittle 1982; volumes, Zamyatnin 1972; helix propensities, Pace & Scholtz 1998. The forms
-and weights of the terms are made up.
+Sources: hydropathy, Kyte & Doolittle 1982; volumes, Zamyatnin 1972; helix propensities, Pace & Scholtz 1998. The
+formulas and weights are invented.
 """
 
 import itertools
@@ -66,30 +66,30 @@ RESIDUES = "".join(TABLE.split()[::5])
 HYDROPATHY, VOLUME, HELIX_PROPENSITY, CHARGE = (
     {residue: float(value) for residue, value in zip(RESIDUES, TABLE.split()[k::5], strict=True)} for k in range(1, 5)
 )
-"""Without unit; A^3; kcal/mol relative to alanine; elementary charges."""
+"""The columns of TABLE. Units: none; A^3; kcal/mol relative to alanine; elementary charges."""
 
 HYDROPATHY_RANGE, VOLUME_RANGE, CHARGE_RANGE = 9.0, 167.7, 2.0
-"""Largest differences of two residues, so that the weights below compare."""
+"""The maximum difference between two residues, which makes the weights below comparable."""
 HYDROPATHY_WEIGHT, VOLUME_WEIGHT, CHARGE_WEIGHT, PROPENSITY_WEIGHT = 1.5, 1.0, 1.0, 0.5
 WINDOW = {-1: 1, 0: 3, 1: 1}
 LEAST_SENSITIVE, MOST_SENSITIVE = 0.1, 1.0
 CHARGE_PAIR, RESCUED = 0.5, 0.7
 NOISE = 0.1
-"""Standard deviation of the noise as a share of that of the noise-free values of the measured variants."""
+"""The standard deviation of the noise, relative to the standard deviation of the noise-free measured values."""
 
 CONTACT_DA = 80
-"""Cb (Ca of glycine) closer than 8 A, in units of the coordinates."""
+"""The contact distance, 8 A, in the units of the coordinates."""
 SEPARATION = 4
 MEASURED = (8, 9, 10)
-"""Substitutions that are measured at a site, one of these numbers, of the 19 that there are."""
+"""The possible numbers of measured substitutions at a site, out of 19."""
 DOUBLES_IN_CONTACT, DOUBLES_APART = 120, 80
 
 Substitution = tuple[int, str]
-"""Site from 0, new residue."""
+"""The site (from 0) and the new residue."""
 
 
 def chain(file: Path, name: str) -> tuple[str, npt.NDArray[np.int64]]:
-    """Sequence of L residues, and Cb coordinates [L, 3] in 0.1 A."""
+    """Return the sequence of L residues, and the Cb coordinates [L, 3] in 0.1 A."""
     with np.load(file) as arrays:
         k = arrays["names"].tolist().index(name)
         first, end = arrays["offsets"][k : k + 2]
@@ -97,21 +97,21 @@ def chain(file: Path, name: str) -> tuple[str, npt.NDArray[np.int64]]:
 
 
 def contacts(cb_L3: npt.NDArray[np.int64]) -> list[tuple[int, int]]:
-    """Sites i < j, at least four apart in the sequence, whose Cb are closer than 8 A."""
+    """Return the pairs of sites i < j that are in contact."""
     square_LL = ((cb_L3[:, None] - cb_L3) ** 2).sum(-1)
     pairs = itertools.combinations(range(len(cb_L3)), 2)
     return [(i, j) for i, j in pairs if j - i >= SEPARATION and square_LL[i, j] < CONTACT_DA**2]
 
 
 def sensitivity(sequence: str, site: int) -> float:
-    """How much a substitution costs at a site, from 0.1 (polar surroundings) to 1 (hydrophobic ones)."""
+    """Return the sensitivity s of a site to substitutions, from 0.1 (polar region) to 1 (hydrophobic region)."""
     near = {site + step: weight for step, weight in WINDOW.items() if 0 <= site + step < len(sequence)}
     mean = sum(weight * HYDROPATHY[sequence[j]] for j, weight in near.items()) / sum(near.values())
     return LEAST_SENSITIVE + (MOST_SENSITIVE - LEAST_SENSITIVE) / (1 + math.exp(-mean))
 
 
 def distance(one: str, other: str) -> float:
-    """How different two residues are: 0 for the same, at most 3.5."""
+    """Return the difference d of two residues, from 0 (equal) to 3.5."""
     return (
         HYDROPATHY_WEIGHT * abs(HYDROPATHY[one] - HYDROPATHY[other]) / HYDROPATHY_RANGE
         + VOLUME_WEIGHT * abs(VOLUME[one] - VOLUME[other]) / VOLUME_RANGE
@@ -120,14 +120,14 @@ def distance(one: str, other: str) -> float:
 
 
 def additive(sequence: str, site: int, new: str) -> float:
-    """Effect of one substitution; 0 for the residue that is there."""
+    """Return the additive effect of one substitution; 0 for the wild-type residue."""
     old = sequence[site]
     propensity = PROPENSITY_WEIGHT * (HELIX_PROPENSITY[old] - HELIX_PROPENSITY[new])
     return propensity - sensitivity(sequence, site) * distance(old, new)
 
 
 def pairwise(sequence: str, first: Substitution, second: Substitution) -> float:
-    """What two substitutions at sites in contact have beyond the sum of both."""
+    """Return the pairwise effect of two substitutions at sites in contact."""
     (i, new_i), (j, new_j) = first, second
     grown_i, grown_j = VOLUME[new_i] - VOLUME[sequence[i]], VOLUME[new_j] - VOLUME[sequence[j]]
     effect = -CHARGE_PAIR * CHARGE[new_i] * CHARGE[new_j]
@@ -138,13 +138,13 @@ def pairwise(sequence: str, first: Substitution, second: Substitution) -> float:
 
 
 def drawn(rng: np.random.Generator, count: int, among: int) -> list[int]:
-    """Different whole numbers below `among`; from `random` alone, whose stream is the same in every numpy."""
+    """Return `count` different random integers below `among`. Only `rng.random` is the same in every numpy version."""
     order: list[int] = np.argsort(rng.random(among)).tolist()
     return order[:count]
 
 
 def measured_singles(rng: np.random.Generator, sequence: str) -> list[list[str]]:
-    """New residues that are measured at each site, in the order of the alphabet."""
+    """Draw the new residues that are measured at each site. Return them in alphabetical order."""
     found = []
     for old in sequence:
         others = RESIDUES.replace(old, "")
@@ -156,10 +156,10 @@ def measured_singles(rng: np.random.Generator, sequence: str) -> list[list[str]]
 def measured_doubles(
     rng: np.random.Generator, singles: Sequence[Sequence[str]], pairs: Sequence[tuple[int, int]], count: int
 ) -> list[tuple[Substitution, ...]]:
-    """One double mutant, of two measured single substitutions, at each of some of the pairs of sites.
+    """Combine measured single substitutions to double mutants at `count` random pairs of sites.
 
-    In every second one both new residues are charged, if such were measured at the site. Of residues drawn alike one
-    pair in 25 would be, too few to show the charge term.
+    Every second mutant gets charged residues, if charged residues were measured at the site. A uniform draw would give
+    two charges in only 1 of 25 pairs, too few to show the charge term.
     """
     found = []
     for n, k in enumerate(drawn(rng, count, len(pairs))):
@@ -173,16 +173,16 @@ def measured_doubles(
 
 
 def name(sequence: str, variant: Iterable[Substitution]) -> str:
-    """`A24G:V30L`, counted from 1; `WT` without substitutions."""
+    """Return the name of a variant, such as `A24G:V30L` with sites from 1; `WT` without substitutions."""
     return ":".join(f"{sequence[site]}{site + 1}{new}" for site, new in variant) or "WT"
 
 
 def effects(
     sequence: str, in_contact: set[tuple[int, int]], variants: Sequence[tuple[Substitution, ...]]
 ) -> npt.NDArray[np.float64]:
-    """Additive and pairwise part of each of N variants [N, 2].
+    """Return the additive and the pairwise part of N variants, [N, 2].
 
-    Rounded here as they are written, so that the parts in the table add up to the digit.
+    Both are rounded to the digits in the file, so that the written parts add up exactly.
     """
     parts_N2 = np.zeros((len(variants), 2))
     for n, variant in enumerate(variants):
@@ -193,7 +193,7 @@ def effects(
 
 
 def cell(value: float) -> str:
-    """Four decimals, never `-0.0000`."""
+    """Format a value with four decimals, never as `-0.0000`."""
     return f"{round(value, 4) + 0.0:.4f}"
 
 

@@ -1,4 +1,4 @@
-"""Opened models in Python: `esmshard.load`, its class `Model`, and a scikit-learn transformer of embeddings."""
+"""Open models in Python: `esmshard.load`, its class `Model`, and a scikit-learn transformer that embeds sequences."""
 
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,9 +37,9 @@ from esmshard.vocab import BETWEEN, SEPARATOR, decode, join_option
 Array = npt.NDArray[np.float32]
 
 Tracks = Mapping[str, Any]
-"""Further inputs for each residue, by the name of the track: for a single sequence one entry, otherwise a list of
-entries in the order of the sequences, or a dictionary of entries by id. An entry is a string of letters, an array of
-codes [L], or an array of coordinates [L, 3, 3]. None, or an id without an entry, means that the track is unknown.
+"""Further inputs for each residue, by the name of the track. For a single sequence, give one entry. For several
+sequences, give a list of entries in the same order, or a dictionary of entries by id. An entry is a string of letters,
+an array of codes [L], or an array of coordinates [L, 3, 3]. None, or a missing id, means that the track is unknown.
 """
 
 
@@ -49,9 +49,8 @@ class Model:
     Sequences are a list of strings, a dictionary of strings, or the `pathlib.Path` of a FASTA file, table or token
     store. Results have the order of the sequences. A single string gives the result of one sequence. Lower case, a `*`
     at the end, gaps and `J` are corrected with a warning. Any other character that is no residue is an `InputError`,
-    and so is DNA or RNA. The model adds `<cls>` and `<eos>`, which no result contains, except the pool `cls`. A `:`
-    divides the chains of a complex, as `MKT:MKV`. The chains are one sequence for the model, and results have the
-    residues of one chain after the other (docs/chains.md).
+    and so is DNA or RNA. A `:` divides the chains of a complex, such as `MKT:MKV`. The model reads all chains as one
+    sequence, and results have the residues of the first chain, then of the second, and so on (docs/chains.md).
     """
 
     def __init__(self, name: str, esm: Trunk, unlearned: Sequence[str] = (), tuned: FineTuned | None = None) -> None:
@@ -59,22 +58,22 @@ class Model:
         self.esm = esm
         """The transformer without a fine-tuned head, a `torch.nn.Module`."""
         self.tuned = tuned
-        """The fine-tuned model: `tuned.model` is the transformer with its head, `tuned.task` the task; or None."""
+        """The fine-tuned model, with the attributes `model` (transformer and head) and `task`; None without a head."""
         self._unlearned = tuple(unlearned)
 
     @property
     def config(self) -> ModelConfig:
-        """The architecture of the model: number of layers, width, attention heads and so on."""
+        """The architecture: number of layers, width, attention heads and so on."""
         return self.esm.config
 
     @property
     def device(self) -> torch.device:
-        """The device that holds the weights."""
+        """The device of the weights."""
         return self.esm.embed_tokens.weight.device
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the transformer's weights and arithmetic."""
+        """The dtype of the weights and the arithmetic."""
         return self.esm.embed_tokens.weight.dtype
 
     @property
@@ -106,29 +105,28 @@ class Model:
         Args:
             sequences: N sequences; see the class `Model`.
             pool: `mean`, `max` and `cls` give an array [N, D]. Other pools give a list of arrays: `residue` [L, D],
-                `logits` [L, 33] over `esmshard.vocab.TOKENS`, `contacts` [L, L] by the language model's own
-                regression, `attentions` [H, L, L] of all heads of a layer. For several pools, give a list.
+                `logits` [L, 33] for the tokens `esmshard.vocab.TOKENS`, `contacts` [L, L] from the language model's
+                regression, `attentions` [H, L, L] for all heads of a layer. For several pools, give a list.
             layers: 0 (embedding, without `attentions`) to the number of layers; the last by default. For several
                 layers, give a list.
-            long: the treatment of sequences that are longer than the sequences of training: `full`, `window` or
+            long: the treatment of sequences that are longer than the training sequences: `full`, `window` or
                 `truncate`, or an `embed.spec.Long`.
-            tokens: the maximum number of tokens computed at once. A longer sequence is computed alone.
+            tokens: the maximum number of tokens computed at once. A longer sequence is computed without others.
             tracks: further inputs for each residue, for models that read tracks; see `Tracks`.
 
         Returns:
-            An array or list. If `pool` or `layers` is a list, the result is a dictionary of arrays or lists by names
-            such as `mean_6`.
+            An array or list. If `pool` or `layers` is a list: a dictionary of arrays or lists, with keys such as
+            `mean_6`.
 
         Raises:
-            InputError: a sequence cannot be read, memory does not suffice, or the requested part of the model was never
-                trained.
+            InputError: a sequence cannot be read, memory does not suffice, or a necessary head was never trained.
         """
         pools = [pool] if isinstance(pool, str) else list(pool)
         several = not (isinstance(pool, str) and (layers is None or isinstance(layers, int)))
         wanted = None if layers is None else [layers] if isinstance(layers, int) else list(layers)
         outputs = choose(pools, wanted, self.config, self.name)
         if not outputs:
-            raise UsageError("pool: give at least one")
+            raise UsageError("pool: the list is empty; give at least one kind of output, such as mean")
         for pool_name, part in (("logits", "lm_head"), ("contacts", "contact_head")):
             if pool_name in pools:
                 self._require(part)
@@ -155,13 +153,10 @@ class Model:
         return values if several else values[outputs[0].name]
 
     def contacts(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
-        """Compute contact probabilities, symmetric float32 [L, L] for each sequence.
+        """Compute contact probabilities, a symmetric float32 array [L, L] for each sequence.
 
-        The fine-tuned head computes the probabilities if it predicts contacts. Otherwise the language model's
-        regression on attention maps computes them.
-
-        Raises:
-            InputError: for the same reasons as `embed` and `predict`.
+        If the fine-tuned head predicts contacts, it computes the probabilities. Otherwise they come from the language
+        model's regression on attention maps. For errors see `embed` and `predict`.
         """
         if traits(self.task).predicts_contacts:
             return self.predict(sequences, tracks)
@@ -175,28 +170,27 @@ class Model:
         window: int | None = None,
         tracks: Tracks | None = None,
     ) -> npt.NDArray[np.float64]:
-        """Score variants of a protein by the language model alone, float64 [N]. A higher score is more natural.
+        """Score variants of a protein by the language model, without a fine-tuned head. Higher is more natural.
 
         Args:
             wild_type: the protein.
             variants: N variants, such as `A24G`, `A24G:V30L`, `p.Ala24Gly` or `WT`.
             method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `predict.zero_shot.score`.
-            window: how many residues of a longer protein the model reads at once; by default as many as in training.
+            window: the maximum number of residues that the model reads at once; by default the maximum in training.
             tracks: further inputs for each residue of the protein and its variants; see `Tracks`.
 
         Returns:
-            The scores. A variant that changes a residue outside the 20 amino acids, such as X or U, has NaN.
+            The scores, float64 [N]; NaN for a variant that changes a residue outside the 20 amino acids, such as X.
 
         Raises:
-            InputError: a variant does not fit the protein (the message names the variant), or the model has no trained
-                LM head.
+            InputError: a variant does not fit the protein, or the model has no trained LM head.
         """
         if not isinstance(wild_type, str):
             raise UsageError(f"the wild type is of type {type(wild_type).__name__}; a string of residues is expected")
         given = sequence_inputs.sequences(wild_type, "the wild type")
         protein = decode(given.tokens[0])
         if BETWEEN in protein:
-            raise InputError("the wild type has several chains; give the chain that the variants change")
+            raise InputError("the wild type has several chains; give only the chain that the variants change")
         mutations = sequence_inputs.variants(variants, protein)
         self._require("lm_head")
         return score(self.esm, protein, mutations, method, window, self._tracks(tracks, given)[0])
@@ -204,21 +198,22 @@ class Model:
     def predict(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute the predictions of the fine-tuned head, float32.
 
-        If the labels are of whole proteins, the result is [N, C] with the columns `names`. For labels of residues it is
-        a list of arrays [L, C], or [L] if the label is a number. For contacts it is a list of arrays [L, L].
+        For a task with one label for each protein, the result is [N, C] with the columns `names`. For a label of each
+        residue it is a list of arrays [L, C], or [L] if the label is a number. For contacts it is a list of arrays
+        [L, L].
 
-        For a model of variants, `sequences` are variants of its protein, such as `A24G:V30L` or `WT`, numbered like the
-        wild type, from 1. The result is the model's prediction, also for measured variants and the wild type.
+        For a model of variants, `sequences` are variants of its protein, such as `A24G:V30L` or `WT`. Positions count
+        from 1 for the first residue of the wild type. Measured variants are predicted, too; no measured value is used.
 
         Raises:
             InputError: the model has no fine-tuned head, or a sequence or variant cannot be read.
         """
         if self.tuned is None:
-            raise InputError(f"{self.name}: has no fine-tuned head; fine-tune it first, or take embed or contacts")
+            raise InputError(f"{self.name}: has no fine-tuned head; fine-tune it first, or call embed or contacts")
         task = self.tuned.task
         if task.settings.reads_table:
             if tracks:
-                raise UsageError("tracks: a model of variants keeps the tracks of its wild type; leave them out")
+                raise UsageError("tracks: a model of variants contains the tracks of its wild type; leave tracks out")
             return self._predict_variants(sequences, task)
         given = sequence_inputs.sequences(sequences, linker=self.config.chains.tokens)
         track_arrays = self._tracks(tracks, given)
@@ -242,8 +237,8 @@ class Model:
         mutations = sequence_inputs.variants(names, str(task.facts["protein"]))
         if shift := task.facts.get("offset"):
             warnings.warn(
-                f"{self.name}: number variants like the wild type, from 1; the training table had other numbers, "
-                f"and {shift:+d} was added to them",
+                f"{self.name}: positions of variants count from 1 for the wild type's first residue; in the training "
+                f"table they differed, and {shift:+d} was added",
                 stacklevel=3,
             )
         first, last = int(task.facts["first"]), int(task.facts["first"]) + int(task.facts["length"])
@@ -256,18 +251,14 @@ class Model:
         return values[0] if isinstance(variants, str) else values
 
     def _tracks(self, tracks: Tracks | None, given: SequenceInputs) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return the track arrays [L + 2, ...] of each sequence, by the name of the track. If the model was fine-tuned
-        with a track that is missing, warn the user.
-
-        Raises:
-            UsageError: the model reads no track of this name, or there are not as many entries as sequences.
-            InputError: an entry does not fit its sequence, or a sequence has several chains.
+        """Return the track arrays [L + 2, ...] of each sequence, by the name of the track. Warn the user if a track is
+        missing with which the model was fine-tuned.
         """
         arrays: list[dict[str, npt.NDArray[Any]]] = [{} for _ in given.tokens]
         tracks = tracks or {}
         for name, tokens in zip(given.names, given.tokens, strict=True):
             if tracks and SEPARATOR in tokens:
-                raise InputError(f"{name} has several chains, and a track is for one chain; give each chain alone")
+                raise InputError(f"{name} has several chains, and a track is for one chain; give each chain separately")
         accepted = family_of(self.config).tracks
         for track in [file.track for file in track_files(dict.fromkeys(tracks, ""), accepted, self.name, "tracks: ")]:
             of_track, entries = tracks[track.name], list[Any]()
@@ -306,26 +297,27 @@ def load(
     dtype: Dtype | torch.dtype | None = None,
     join: str | None = None,
 ) -> Model:
-    """Open a model, fine-tuned or not.
+    """Open a pretrained or fine-tuned model.
 
     Args:
-        model: the directory of a fine-tuned model (`runs/contact/model`), of a `transformers` model or of an adapter;
-            a `.pt` file of fair-esm; the name of a released model such as `esm2_t33_650M_UR50D`, or `OWNER/NAME` on the
-            Hugging Face hub (both are downloaded); or `starter` or `demo`.
+        model: the directory of a fine-tuned model (`runs/contact/model`), a `transformers` model or an adapter; a `.pt`
+            file of fair-esm; the name of a released model such as `esm2_t33_650M_UR50D`, or `OWNER/NAME` on the Hugging
+            Face hub (both are downloaded); or `starter` or `demo`, which are part of esmshard.
         device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or else the CPU.
         dtype: the dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
-        join: how the chains of a sequence are joined, as `linker:25,gap:512`; by default as in training, or by 25
-            glycines. A fine-tuned head allows only the value of its training.
+        join: how the chains of a sequence are joined, such as `linker:25,gap:512`; by default as in training, or by 25
+            glycines. For a fine-tuned head, only the value used in training is possible.
 
     Raises:
-        InputError: a file of the model cannot be used. A `UsageError` means an unknown device or dtype.
+        InputError: a file of the model cannot be used.
+        UsageError: the device or dtype is unknown.
     """
     name, where, chains = str(model), chosen_device(device), join_option(join)
     precision = dtype if isinstance(dtype, torch.dtype) else TORCH.get(dtype or "fp32")
     if precision is None or precision not in TORCH.values():
         raise UsageError(f"dtype is {dtype!r}; one of {', '.join(TORCH)} is expected")
     if weights.record_of([weights.directory(name) / weights.ABOUT]):
-        with torch.random.fork_rng(devices=[]):  # A head gets random values before its weights are read.
+        with torch.random.fork_rng(devices=[]):  # A new head draws random values before its weights are read.
             tuned = load_finetuned(name, where)
         tuned.model.trunk.to(precision)
         trained = tuned.model.trunk.config.chains
@@ -340,8 +332,8 @@ def load(
 class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """A scikit-learn transformer that turns protein sequences into embeddings, for pipelines and parameter searches.
 
-    The transformer learns nothing from data, so `transform` needs no `fit`. Each process reads the weights once. A
-    pickle or a clone holds no weights, so each worker process of scikit-learn (`n_jobs=2`) reads the weights itself.
+    `transform` works without `fit`, because nothing is trained. A pickle or a clone contains no weights, so each worker
+    process of scikit-learn (`n_jobs=2`) reads them once.
 
     >>> SequenceEmbedder(layer=3).transform(["MKTAYIAK", "GSHM"]).shape
     (2, 192)
@@ -350,7 +342,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         model: see `esmshard.load`.
         pool: `mean`, `max` or `cls`.
         layer: 0 (embedding) to the number of layers; the last by default.
-        tokens: the maximum number of tokens computed at once. A longer sequence is computed alone.
+        tokens: the maximum number of tokens computed at once. A longer sequence is computed without others.
         device: see `esmshard.load`.
     """
 
@@ -369,24 +361,20 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.device = device
 
     def fit(self, X: Any, y: object = None) -> "SequenceEmbedder":
-        """Check the parameters and the sequences. The transformer learns nothing from them."""
+        """Check the parameters and the sequences. Nothing is trained."""
         self._output()
         sequence_inputs.sequences(sequence_inputs.as_list(X, "sequences"))
         return self
 
     def transform(self, X: Any) -> Array:
-        """Compute the embeddings of N sequences, float32 [N, D]. `X` is a list, a 1-d array or a Series of strings.
-
-        Raises:
-            InputError: a sequence has a character that is no residue; the message has the position. (A `ValueError`.)
-        """
+        """Compute the embeddings of N sequences, float32 [N, D]. `X` is a list, a 1-d array or a Series of strings."""
         output, sequences = self._output(), sequence_inputs.as_list(X, "sequences")
         model = _loaded(str(self.model), _version(str(self.model)), self.device)
         embeddings: Array = model.embed(sequences, output.pool, output.layer, tokens=self.tokens)
         return embeddings
 
     def get_feature_names_out(self, input_features: object = None) -> npt.NDArray[np.object_]:
-        """Return the names of the D columns for `set_output`: pool, layer and column, such as `mean_6_0`."""
+        """Return the names of the D columns: pool, layer and column number, such as `mean_6_0`."""
         name, dim = self._output().name, weights.read(str(self.model)).config.dim
         return np.array([f"{name}_{column}" for column in range(dim)], dtype=object)
 
@@ -399,18 +387,18 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _output(self) -> Output:
-        """Return the output that the parameters define, without reading weights. Wrong parameters are `UsageError`s."""
+        """Return the output for these parameters, without reading weights. Raise `UsageError` for a wrong parameter."""
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
-            raise UsageError(f"tokens is {self.tokens!r}; a number from 1 on is expected, or None")
+            raise UsageError(f"tokens is {self.tokens!r}; a whole number of at least 1, or None, is expected")
         layers = None if self.layer is None else [self.layer]
         output = choose([self.pool], layers, weights.read(str(self.model)).config, str(self.model))[0]
         if not output.pooled:
-            raise UsageError(f"pool is {self.pool!r}; a matrix has one row a sequence: mean, max or cls is expected")
+            raise UsageError(f"pool is {self.pool!r}; mean, max or cls is expected, which give one row for a sequence")
         return output
 
 
 def _version(model: str) -> tuple[Any, ...]:
-    """Return a cache key that changes when a model's files change, as after another fine-tuning into the same path."""
+    """Return a cache key that changes when the files of a model change, for example after another fine-tuning."""
     source = weights.read(model)
     return (source.made, *((str(file), *state(Path(file))) for file in source.files))
 

@@ -1,7 +1,7 @@
-"""Runs in Python: `esmshard.Run` and `esmshard.finetune`. The function `start` also serves the command `finetune`.
+"""Start and read runs in Python: `esmshard.finetune` and `esmshard.Run`.
 
-`start` checks the recipe, starts processes, summarises several runs and draws figures. After `start`, environment
-variables and signal handlers are as before.
+The function `start` serves `finetune` and the command of this name. It checks the recipe, starts processes, summarises
+several runs and draws figures. It restores environment variables and signal handlers at the end.
 """
 
 import json
@@ -32,23 +32,18 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """The directory of a run, or of the several runs of one call. Each property reads the files when it is used.
-
-    Args:
-        path: the directory, which is `out` in the recipe.
-
-    Raises:
-        InputError: `path` is not a directory.
+    """The directory of a run (`out` in the recipe), or of several runs that one call has started. Each property reads
+    the files when it is used.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise InputError(f"{self.path}: no such directory; give that of a run, which is `out` of its recipe")
+            raise InputError(f"{self.path}: no such directory; give a run's directory, which is `out` in its recipe")
 
     @property
     def runs(self) -> dict[str, "Run"]:
-        """The runs of a cross-validation, or of several seeds, by name; empty for one run, and until all are done."""
+        """The runs of a cross-validation, or with several seeds, by name; empty for one run, and until all are done."""
         summary = self._json("summary.json")
         return {} if summary is None else {name: Run(self.path / name) for name in summary["runs"]}
 
@@ -61,7 +56,7 @@ class Run:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`: optimizer steps (`loss`, `lr` ...), validations (`split`), events (`event`)."""
+        """The lines of `metrics.jsonl`: optimizer steps (with `loss`), validations (with `split`), events (`event`)."""
         if parts := self.runs:
             raise InputError(f"{self.path}: several runs; each of .runs has its own metrics ({', '.join(parts)})")
         from esmshard.train.run_dir import METRICS, metrics_of
@@ -72,17 +67,15 @@ class Run:
 
     @property
     def evaluation(self) -> dict[str, Any]:
-        """The test metrics of model and baselines, from `evaluation.json`, or from `summary.json` for several runs."""
+        """The test metrics of model and baselines: `evaluation.json`, or `summary.json` for several runs."""
         evaluation = self._json("summary.json") or self._json("evaluation.json")
         if evaluation is None:
-            raise InputError(f"{self.path}: not evaluated yet; finetune evaluates at the end")
+            raise InputError(f"{self.path}: not evaluated yet; finetune writes evaluation.json at the end")
         return evaluation
 
     def model(self, **options: Any) -> "Model":
-        """Open the fine-tuned model of the run. The options are those of `esmshard.load`.
-
-        Raises:
-            InputError: there is no model yet, or there are several models, one in each of `runs`.
+        """Open the fine-tuned model of the run. `options` are the options of `esmshard.load`. Raise `InputError` if
+        there is no model yet, or if there are several runs; then each of `runs` has a model.
         """
         from esmshard.api.model import load
 
@@ -90,7 +83,7 @@ class Run:
             raise InputError(f"{self.path}: several runs; each of .runs has a model ({', '.join(parts)})")
         path = self.path / "model"
         if not path.is_dir():
-            raise InputError(f"{path}: no such model; finetune or esmshard consolidate makes it from a checkpoint")
+            raise InputError(f"{path}: no such model; run esmshard consolidate, which makes it from a checkpoint")
         return load(str(path), **options)
 
     def __repr__(self) -> str:
@@ -115,10 +108,10 @@ def finetune(
     report: bool = True,
     **overrides: Any,
 ) -> Run:
-    """Fine-tune a model by a recipe as the command `esmshard finetune` does: train, consolidate, evaluate.
+    """Fine-tune a model by a recipe: train, make the model from the last checkpoint, and evaluate it.
 
-    A single run with one process is trained in this process. For several processes, seeds or folds, new processes are
-    started. After the call, environment variables and signal handlers are as before.
+    This is the command `esmshard finetune` in Python. A single run with one process is trained in this process. For
+    several processes, seeds or folds, new processes are started.
 
     Args:
         recipe: a file, the name of a shipped recipe (`esmshard recipes ls`), or a dictionary with the sections of a
@@ -126,26 +119,26 @@ def finetune(
         nproc: the number of processes; by default one for each GPU, or one.
         device: the device of each process: `cpu`, `cuda` (one GPU for each process), `cuda:N` or `mps`; by default one
             GPU for each process, or else the CPU.
-        resume: `auto` continues from the newest checkpoint in `out`, if there is a checkpoint. The path of a run or a
-            checkpoint continues from this run or checkpoint.
+        resume: `auto` continues from the newest checkpoint in `out`, if there is one. The path of another run or of a
+            checkpoint continues from there.
         overwrite: replace the files of an earlier run in `out`.
         seeds: the number of runs with different seeds; 1 by default, and 3 for the best settings of a sweep.
         folds: the number of folds of a cross-validation; 5 by default for a table of variants.
-        sweep: a file with settings to search (docs/sweep.md). The result is the run of the best settings.
+        sweep: a file with settings to search (docs/sweep.md). The result is the run with the best settings.
         trials: the number of trials of a sweep; 20 by default, or the whole grid.
         report: draw figures and report.html at the end, if matplotlib is installed.
         **overrides: settings of the recipe, such as `train={"steps": 10}` or `**{"optim.lr": 1e-4}`. Relative paths are
             relative to the working directory.
 
     Raises:
-        InputError: the recipe, the data or the options have a mistake; the message is one sentence.
+        InputError: the recipe, the data or the options have a mistake.
         RunFailed: a process that this function started has failed.
-        Preempted: this process got SIGTERM or SIGUSR1. The work is saved, and `resume="auto"` continues. The class is
-            not a subclass of `Exception`.
+        Preempted: this process got SIGTERM or SIGUSR1. The work is saved, and `resume="auto"` continues it. The class
+            is not a subclass of `Exception`.
     """
     for name, number, least in (("nproc", nproc, 1), ("seeds", seeds, 1), ("folds", folds, 3), ("trials", trials, 1)):
         if number is not None and not (isinstance(number, int | np.integer) and number >= least):
-            raise UsageError(f"{name} is {number!r}; a number from {least} on is expected")
+            raise UsageError(f"{name} is {number!r}; a whole number of at least {least} is expected")
     given = keys(overrides)
     if isinstance(recipe, Mapping):
         given = [*keys(recipe), *given]
@@ -174,14 +167,11 @@ def finetune(
 
 
 def keys(overrides: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Convert overrides to the form `KEY=VALUE` of the command line. Nested mappings become keys with dots, and values
+    """Convert overrides to the form `KEY=VALUE` of the command line. Nested mappings become keys with dots. Values
     become JSON, which is valid YAML.
 
     >>> keys({"adapt": {"method": "lora", "lora": {"rank": 4}}, "adapt.freeze": ["embedding"], "data.labels": None})
     ['adapt.method="lora"', 'adapt.lora.rank=4', 'adapt.freeze=["embedding"]', 'data.labels=null']
-
-    Raises:
-        UsageError: a recipe cannot hold a value.
     """
     settings = []
     for key, value in overrides.items():
@@ -191,7 +181,9 @@ def keys(overrides: Mapping[str, Any], prefix: str = "") -> list[str]:
         try:
             text = json.dumps(value, ensure_ascii=False, allow_nan=False, default=_plain)
         except (TypeError, ValueError):
-            raise UsageError(f"{prefix}{key}: a recipe cannot hold {value!r}") from None
+            raise UsageError(
+                f"{prefix}{key} is {value!r}; a text, number, list or dictionary is expected, or None"
+            ) from None
         settings.append(f"{prefix}{key}={text}")
     return settings
 
@@ -202,8 +194,8 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str]:
-    """Provide the name of a recipe. For a dictionary this is a temporary empty recipe file, which other processes can
-    read. The caller converts the keys of the dictionary to overrides of this file.
+    """Yield the name of a recipe. For a dictionary this is a temporary empty recipe file, which other processes can
+    read, too. The caller converts the dictionary to overrides of this file.
     """
     if not isinstance(recipe, Mapping):
         yield os.fspath(recipe)
@@ -216,10 +208,8 @@ def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The options of a run. The docstring of `esmshard.finetune` describes the fields that have no text here.
-
-    Raises:
-        UsageError: two options contradict each other.
+    """The options of a run. For fields without a text see `esmshard.finetune`. Options that contradict each other are
+    a `UsageError`.
     """
 
     nproc: int | None = None
@@ -227,20 +217,20 @@ class RunOptions:
     resume: str | None = None
     overwrite: bool = False
     dry_run: bool = False
-    """Whether the command only checks everything and prints the planned run."""
+    """Whether to check everything and print the plan, without a run."""
     profile: int = 0
     """The number of steps to record with torch's profiler."""
     stop_after: str | None = None
     """The time after which the run saves and ends with exit code 75, such as `3h50m`."""
     max_restarts: int = 0
-    """How many times all local processes may be started again after the loss of a process."""
+    """The maximum number of times that all local processes are started again after the loss of a process."""
     seeds: int | None = None
     folds: int | None = None
     sweep: str | None = None
     trials: int | None = None
     report: bool = True
     take_over: bool = False
-    """Whether to use the directory of a run that has ended on another machine, although the lock still exists."""
+    """Whether to continue in the directory of a run that ended on another machine and left its lock."""
     started: float | None = None
     """The time when the command started, in seconds since 1970; None means now."""
 
@@ -250,9 +240,9 @@ class RunOptions:
         if self.resume and self.overwrite:
             raise UsageError("--resume continues a run, and --overwrite removes it; pass one of the two")
         if self.max_restarts and self.resume not in (None, "auto"):
-            raise UsageError("--max-restarts continues from the newest checkpoint of the run; pass --resume auto, too")
+            raise UsageError("--max-restarts continues from the run's newest checkpoint; pass --resume auto")
         if self.trials is not None and self.sweep is None:
-            raise UsageError("--trials is the number of trials of a sweep; pass --sweep FILE, too, or leave it out")
+            raise UsageError("--trials counts the trials of a sweep; pass --sweep FILE, too, or leave --trials out")
         if self.sweep is not None and (
             self.overwrite or self.folds or self.profile or self.resume not in (None, "auto")
         ):
@@ -262,7 +252,7 @@ class RunOptions:
             )
 
     def flags(self, *, report: bool) -> list[str]:
-        """Return the command line options that the command of each new process gets."""
+        """Return the options of the commands that run in the new processes."""
         flags = ["--device", self.device] if self.device else []
         flags += ["--resume", self.resume] if self.resume else []
         flags += ["--overwrite"] if self.overwrite else []
@@ -272,23 +262,11 @@ class RunOptions:
 
 
 def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Train, consolidate and evaluate, in this process or in new local processes. If a launcher such as torchrun has
-    started this process, work as one of its ranks.
+    """Train, consolidate and evaluate, in this process or in new local processes. A process that a launcher such as
+    torchrun has started works as one rank. `overrides` replace settings of the recipe, such as `optim.lr=1e-4`.
 
-    Args:
-        recipe: a file, or the name of a shipped recipe.
-        overrides: settings that replace settings of the recipe, such as `optim.lr=1e-4`.
-        options: the other options.
-
-    Returns:
-        The directory of the run. Several runs have subdirectories of this directory. For a sweep it is the directory
-        of the run of the best settings, or of the sweep if another worker trains the best settings.
-
-    Raises:
-        InputError: the recipe or the data have a mistake.
-        UsageError: the options contradict each other or the recipe.
-        RunFailed: a process that this function started has failed.
-        Preempted: this process was asked to stop. The work is saved.
+    For errors see `finetune`. Return the directory of the run; several runs have subdirectories of this directory. A
+    sweep returns the run with the best settings, or the directory of the sweep if another worker trains this run.
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
@@ -335,7 +313,7 @@ def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
 
 
 def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
-    """Return the number of processes of a run on this machine, and the device of the first process."""
+    """Return the number of local processes of a run, and the device of the first process."""
     from esmshard.devices import chosen_device
     from esmshard.parallel.process_group import own_device, processes_of
 
@@ -345,8 +323,8 @@ def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
 
 
 def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Search settings of a recipe, as the only worker or one of several (docs/sweep.md). The last worker calls `start`
-    for the best settings with several seeds, and each of these models is tested once. A dry run prints the plan.
+    """Search settings of a recipe, as the only worker or with other workers (docs/sweep.md). The last worker trains the
+    best settings with several seeds, and tests each of these models once. A dry run prints the plan.
     """
     try:
         import optuna  # noqa: F401
@@ -363,8 +341,8 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
     assert options.sweep is not None
     if is_launched():
         raise UsageError(
-            "--sweep belongs to a single command, which starts the processes of each trial; start it without the "
-            "launcher, once on each machine, with --nproc and --resume auto"
+            "--sweep: the command starts the processes of each trial itself; start it without the launcher, once on "
+            "each machine, with --nproc and --resume auto"
         )
     with preemption.Preemption():
         path = recipe_file.resolve(recipe)
@@ -373,7 +351,7 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
             # Trials train and validate on the other folds, so only one fold can be the test set.
             overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
-            say(f"trials are validated, and the best settings tested, on fold 0 of {FOLDS}: {' '.join(overrides[-2:])}")
+            say(f"fold 0 of {FOLDS} validates trials and tests the best settings: {' '.join(overrides[-2:])}")
             resolved = recipe_file.load(path, overrides)
         _check_dry_run(resolved, options)
         processes, device = _devices(resolved, options)
@@ -402,7 +380,7 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         is_last = search.work()
     if not is_last:
         return search.out
-    # The environment variable with the time limit of this command stays, so no new limit begins.
+    # `stop_after=None` keeps the time limit of this command, which is in an environment variable. No new limit begins.
     best = replace(options, sweep=None, trials=None, seeds=options.seeds or 3, resume="auto", stop_after=None)
     try:
         with FileLock(search.out / BEST_LOCK, timeout=0):
@@ -421,19 +399,15 @@ def _check_dry_run(recipe: Recipe, options: RunOptions) -> None:
 
     name = recipe.model.name
     if options.dry_run and weights.is_far(name):
-        raise UsageError(f"--dry-run opens the model, and downloads none; type esmshard download {name} first")
+        raise UsageError(f"--dry-run needs the model and downloads nothing; run esmshard download {name} first")
 
 
 def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
-    """Return the options of one rank that a launcher has started.
-
-    Raises:
-        UsageError: an option is only for a command that starts the ranks itself.
-    """
+    """Return the options of one rank that a launcher has started. Some options are only possible without a launcher."""
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         raise UsageError(
-            "a launcher has started this process, which trains one fold; set data.folds=5 and data.fold, or start the "
-            "cross-validation with a single command and --nproc"
+            "a launcher has started this process, so it can train only one fold; set data.folds=5 and data.fold, or "
+            "start the cross-validation without the launcher and with --nproc"
         )
     several = (options.seeds or 1) > 1 or options.folds
     if options.nproc or options.dry_run or options.max_restarts or several:
@@ -449,7 +423,7 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
     if launch.attempt() and options.resume is None:
         from esmshard.train.run_dir import begun_by_this_job
 
-        # This process was restarted, and keeps the work of the first process. But if the first process ended before
+        # The launcher has restarted this process, which continues its own work. But if the first attempt ended before
         # --overwrite had removed the files of an earlier run, these files are not its work.
         if not options.overwrite or begun_by_this_job(Path(recipe.out)):
             return replace(options, resume="auto", overwrite=False)
@@ -459,7 +433,7 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
 def _checked(
     recipe: str, resolved: Recipe, overrides: Sequence[str], options: RunOptions, runs: "Sequence[Repeat]"
 ) -> "list[Repeat]":
-    """Check as much as possible before processes start. Return the unfinished runs. A dry run prints the plan."""
+    """Check as much as possible before processes start, and return the unfinished runs. A dry run prints the plan."""
     from esmshard.data.splits.recipe_splits import in_tokens
     from esmshard.train import cross_validation
     from esmshard.train.inputs import check_out, describe, notices, prepare
@@ -468,7 +442,7 @@ def _checked(
     to_do = [*runs] or [cross_validation.Repeat(Path(resolved.out))]
     if runs:
         if options.resume not in (None, "auto"):
-            raise UsageError("--seeds and --folds need --resume auto, because a path names a single run")
+            raise UsageError("--seeds and --folds make several runs, and --resume PATH names one; pass --resume auto")
         cross_validation.check_out(Path(resolved.out))
         if options.resume == "auto":
             to_do = [run for run in runs if not cross_validation.is_done(run.out, resolved.train.steps)]
@@ -490,9 +464,9 @@ def _checked(
 def _allocator() -> dict[str, str]:
     """Return the environment variable that configures torch's GPU allocator for a run; {} if the user has set it.
 
-    By default each large tensor has a segment of its own size. The tensors of a slightly larger micro-batch fit into no
-    free segment, and a run may lack memory although half of the memory is free. Segments that grow leave no such gaps.
-    torch reads the variable at its import. The command line sets the variable earlier, and new processes inherit it.
+    By default the allocator cannot use freed segments for the tensors of a slightly larger micro-batch. So a run may
+    lack memory although half of the memory is free. Expandable segments leave no such gaps. torch reads the variable at
+    its import.
     """
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return {}
@@ -500,7 +474,6 @@ def _allocator() -> dict[str, str]:
 
 
 def _run_here(recipe: Recipe, options: RunOptions) -> None:
-    """Train in this process, which is the only process of the run or one of several ranks."""
     from esmshard.train import finetune as training
 
     run = training.run(
@@ -517,7 +490,7 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
 
 
 def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", curve: "Sequence[Repeat]") -> None:
-    """Summarise several runs, and print the result. For a table of variants, also rank all single substitutions."""
+    """Print and write the summary of several runs. For a table of variants, also rank all single substitutions."""
     from esmshard.train.cross_validation import conclude, summarise
 
     out = Path(recipe.out)
@@ -536,7 +509,7 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", cur
 
 
 def _pictures(run: Path, resolved: Recipe, device: str | None) -> None:
-    """Draw the figures and the report of a run. If this is not possible, print the reason."""
+    """Draw the figures and the report of a run, or print why this is not possible."""
     from esmshard.data.splits.recipe_splits import open_split
     from esmshard.report.charts import contact_figures
     from esmshard.tasks.finetuned import tracks_of

@@ -1,4 +1,4 @@
-"""The reading of sequences and variants that Python users give as lists, dictionaries or files."""
+"""Read the sequences and variants that Python users give as lists, dictionaries or files."""
 
 import os
 import re
@@ -35,33 +35,30 @@ class SequenceInputs:
     names: list[str]
     """The name of each sequence in messages: `sequences[3]`, `sequences['P01308']` or `x.fasta: record 'P01308'`."""
     single: bool
-    """Whether the user gave a single string and not several sequences."""
+    """Whether the user gave a single string."""
     ids: list[str] | None = None
-    """The ids of the sequences: the keys of a dictionary, or the ids in a file; None for a string or a list."""
+    """The keys of a dictionary, or the ids in a file; None for a string or a list."""
 
 
 def sequences(given: Sequences, single: str = "the sequence", linker: int = LINKER) -> SequenceInputs:
-    """Convert sequences to tokens by the rules of `esmshard.io.symbols`. Each kind of change causes a warning.
-
-    >>> sequences(["MKT", "MK"]).tokens[0].tolist()
-    [0, 20, 15, 11, 2]
+    """Convert sequences to tokens by the rules of `esmshard.io.symbols`. Warn once for each kind of correction.
 
     Args:
         given: see `Sequences`.
         single: the name of a single string in messages.
-        linker: the number of tokens between two chains of a sequence, as `MKT:MKV`.
+        linker: the number of tokens between the chains of a sequence such as `MKT:MKV`.
 
     Raises:
-        InputError: a sequence is empty or has a character that is no residue, the sequences seem to be DNA or RNA, or
-            there is no sequence. The message names the sequence, and the position of the character.
+        InputError: there is no sequence, a sequence is empty or has a character that is no residue, or the sequences
+            seem to be DNA or RNA. The message names the sequence and the position of the character.
     """
     if isinstance(given, os.PathLike):
         return _of_file(Path(given), linker)
     edits, rules = Edits(), Rules(linker=linker)
     alone, with_ids = isinstance(given, str), isinstance(given, Mapping)
     if isinstance(given, str):
-        if re.search(r"[./\\]", given):  # Otherwise 'my.fasta' would be read as a sequence with a gap.
-            raise UsageError(f"{shown(given)!r} is no sequence; give a file as a pathlib.Path")
+        if re.search(r"[./\\]", given):  # 'my.fasta' must not be read as a sequence with a gap.
+            raise UsageError(f"{shown(given)!r} is no sequence; if it is a file, give a pathlib.Path")
         pairs: list[tuple[object, object]] = [(single, given)]
     elif isinstance(given, Mapping):
         pairs = list(given.items())
@@ -82,8 +79,8 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
         tokens.append(np.frombuffer(bytes([CLS]) + residues + bytes([EOS]), dtype=np.uint8))
     if dna := nucleotides((sequence[1:-1] for sequence in tokens), counted(len(tokens), "sequence")):
         raise InputError(
-            f"{dna}; translate them. If they are proteins, write them to x.fasta, run `esmshard ingest x.fasta -o "
-            "x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
+            f"{dna}; translate the sequences. If they are proteins, write them to x.fasta, run `esmshard ingest "
+            "x.fasta -o x.store --on-nucleotides keep`, and give pathlib.Path('x.store')"
         )
     for notice in edits.notices():
         _warn(notice)
@@ -92,13 +89,10 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
 
 
 def as_list(given: Any, what: str) -> list[Any]:
-    """Return a list of strings from a list, tuple, generator, 1-d array or Series.
+    """Make a list from a list, tuple, generator, 1-d array or Series of strings.
 
-    Other collections are a `UsageError`: the items of a table are columns, the items of a Biopython sequence are
+    Raise `UsageError` for other collections: the items of a table are columns, the items of a Biopython sequence are
     letters, and a set has no order.
-
-    >>> as_list(("MKT", "MK"), "sequences")
-    ['MKT', 'MK']
     """
     kind, one_dimension = type(given).__name__, len(getattr(given, "shape", (1,))) == 1
     wrong = isinstance(given, str | bytes | set | frozenset | Mapping) or kind in ("Seq", "MutableSeq", "SeqRecord")
@@ -124,17 +118,13 @@ def _of_file(path: Path, linker: int) -> SequenceInputs:
 
 
 def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
-    """Return the substitutions of each variant, such as `A24G:V30L` or `WT`. Synonymous substitutions are left out.
+    """Return the substitutions of each variant, such as `A24G:V30L` or `WT`, without synonymous substitutions.
+
+    The first residue of the wild type `protein` has the number 1. Raise `InputError` if a variant cannot be read, does
+    not fit the protein, or has a stop codon.
 
     >>> [len(mutations) for mutations in variants(["K2R:T3S", "WT", "K2K"], "MKT")]
     [2, 0, 0]
-
-    Args:
-        given: the variants in a form that `esmshard.data.variants` describes.
-        protein: the wild type, whose first residue is number 1.
-
-    Raises:
-        InputError: a variant cannot be read, does not fit the protein, or has a stop codon; the message names it.
     """
     substitutions = []
     for n, cell in enumerate(as_list(given, "variants")):
@@ -147,13 +137,17 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
             raise InputError(f"{where}: {error}") from None
         for mutation in mutations:
             if mutation.mutant == STOP:
-                raise InputError(f"{where}: {mutation} is a stop codon, and models have no letter for it; remove it")
+                raise InputError(
+                    f"{where}: {mutation} is a stop codon, for which models have no letter; remove this variant"
+                )
             if not 0 <= mutation.position < len(protein):
-                raise InputError(f"{where}: {mutation}: the wild type has residues 1 to {len(protein):,}")
+                raise InputError(
+                    f"{where}: {mutation}: the wild type has residues 1 to {len(protein):,}; correct the position"
+                )
             if protein[mutation.position] != mutation.wild:
                 raise InputError(
                     f"{where}: {mutation}: residue {mutation.position + 1} of the wild type is "
-                    f"{protein[mutation.position]}; number the residues like the wild type, from 1"
+                    f"{protein[mutation.position]}; positions count from 1 for the wild type's first residue"
                 )
         substitutions.append(tuple(mutation for mutation in mutations if mutation.mutant != mutation.wild))
     return substitutions
@@ -162,5 +156,5 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
 def _warn(notice: str) -> None:
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("esmshard."):
-        level, frame = level + 1, frame.f_back  # The warning names the line of the user's call.
+        level, frame = level + 1, frame.f_back  # The warning must name the line of the user's call.
     warnings.warn(notice, stacklevel=level)

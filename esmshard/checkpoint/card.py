@@ -1,8 +1,7 @@
 """The model card: the file `README.md` in a model directory, which the Hugging Face hub shows.
 
-The template of the card is the file `card.md.jinja`. The card says which facts are unknown. It calls a model ESM-2 only
-if the recipe names released weights, and never because of the shape of the model. Users share the card, so it shows
-only the last part of a path.
+The template is `card.md.jinja`. The card says which facts are unknown. It calls a model ESM-2 only if the recipe names
+released weights, never because of the model's shape. Users share the card, so it shows only the last part of a path.
 """
 
 import html
@@ -28,12 +27,9 @@ PARTS = {"lm_head": "LM head", "contact_head": "contact regression (`predict_con
 
 
 def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
-    """Write the card `README.md` to a model directory. Add the metrics of the test set to `esmshard.json` there.
+    """Write the card `README.md` to a model directory, and add the metrics of the test set to its `esmshard.json`.
 
-    Args:
-        directory: the directory of the model.
-        about: the content of the file `esmshard.json` in this directory.
-        evaluation: the content of the file `evaluation.json` on this model; None if the model has not been scored.
+    `about` is the content of `esmshard.json`. `evaluation` is the content of the model's `evaluation.json`, or None.
     """
     recipe, in_transformers = about["recipe"], (directory / "config.json").is_file()
     model, task = recipe["model"]["name"], recipe["task"]
@@ -44,7 +40,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         repository = None
     front: dict[str, Any] = {
         "tags": ["biology", "protein-language-model", "esmshard", f"{task['name']}-prediction"],
-        # The card names the licence of the base model. The card of a later fine-tuned model reads the licence here.
+        # The licence of the base model. The card of a later fine-tuned model reads it here.
         **({"license": RELEASED[base].licence} if base else _licence_of(recipe)),
     }
     if repository:
@@ -63,7 +59,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         "code_of_authors": None,
         "offset": about.get("facts", {}).get("offset", 0),
         "method": recipe.get("adapt", {}).get("method"),
-        # Before an extension, the learning rates followed the schedule for the earlier number of steps.
+        # The learning rates followed the earlier schedule until the number of steps was changed.
         "extended": [(a["steps"], b["after"]) for a, b in starts if a["steps"] != b["steps"]],
         "unlearned": [part for name, part in PARTS.items() if name in about.get("unlearned", ())],
     }
@@ -75,7 +71,7 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         missing = evaluation["without_value"].items()
         values["without_value"] = [_text(f"{count} without {name}") for name, count in missing if count]
         values["columns"] = evaluation.get("columns") or list(next(iter(evaluation["metrics"].values())))
-    # The card is Markdown and no HTML. The filters below escape the values.
+    # The card is Markdown, so these filters escape its values.
     environment = Environment(trim_blocks=True, lstrip_blocks=True, undefined=StrictUndefined)  # noqa: S701
     environment.filters |= {"text": _text, "code": _code, "name": _name, "interval": _interval}
     environment.filters["cell"] = lambda cell: re.sub(r"(?<!\\)\|", r"\\|", cell)  # `_text` may have escaped `|`
@@ -84,9 +80,10 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
     names = {"recipe": recipe, "about": about, "evaluation": evaluation, "family": family, "base": base}
     replace_text(directory / "README.md", template.render(**names, repository=repository, **values) + "\n")
     if evaluation is not None and evaluation["split"] == "test":
-        of_test = {"records": evaluation["records"], "interval": evaluation["interval"]}
+        test_facts = {"records": evaluation["records"], "interval": evaluation["interval"]}
         replace_json(
-            directory / "esmshard.json", {**about, "test": of_test | {"metrics": evaluation["metrics"].get(MAIN, {})}}
+            directory / "esmshard.json",
+            {**about, "test": test_facts | {"metrics": evaluation["metrics"].get(MAIN, {})}},
         )
     sync_directory(directory)
 
@@ -98,8 +95,9 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
 
 
 def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the licence entries in the `README.md` of the model from which a run started. This file is in the model's
-    directory or in the cache of the Hugging Face hub. Empty if there is no valid file, or if it states no licence.
+    """Return the licence entries of the starting model's `README.md`, in its directory or in the hub's cache.
+
+    Returns an empty dictionary if there is no valid file or no licence.
     """
     name = recipe["model"]["name"]
     place = Path(name).expanduser()
@@ -115,7 +113,7 @@ def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    r"""Escape HTML and Markdown in a text that comes from a user or a file, and join its lines with spaces.
+    r"""Escape HTML and Markdown in a text of a user or a file, and join its lines with spaces.
 
     >>> print(_text("my <b>run</b> [1] *two_words*"))
     my &lt;b&gt;run&lt;/b&gt; \[1\] \*two_words\*
@@ -125,11 +123,11 @@ def _text(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """Put a text between backticks, as Markdown code. A text that may be HTML is escaped instead."""
+    """Format a text as Markdown code. A text that may be HTML is escaped instead."""
     shown = " ".join(str(value).replace("`", "'").split())
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 
 
 def _name(path: str) -> str:
-    """Return the last part of a path. A text that begins with `sample:` or has no slash stays unchanged."""
+    """Return the last part of a path. Other text, and names that begin with `sample:`, stay unchanged."""
     return path if path.startswith("sample:") else os.path.basename(path.rstrip("/")) or path  # noqa: PTH119

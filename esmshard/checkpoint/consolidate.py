@@ -1,6 +1,6 @@
-"""The conversion of a sharded checkpoint, or of a model in another layout, to one model directory.
+"""The conversion of a sharded checkpoint, or of a model in another layout, to a model directory.
 
-The conversion runs in one process without a GPU. Memory holds only the tensors of one output file at a time.
+The conversion runs in one process without a GPU. Memory holds the tensors of one output file at a time.
 """
 
 import os
@@ -30,29 +30,27 @@ from esmshard.tasks import registry
 
 FORMAT, ADAPTER_FORMAT, VERSION = "esmshard-model", "esmshard-adapter", 1
 
-_NO_ROOM = "nothing of it was kept: make room, or choose another place with -o, and consolidate again"
+_NO_ROOM = "nothing was written: make room, or choose another place with -o, and consolidate again"
 BASELINES = "baselines.npz"
-"""The file name of the baselines' fitted parameters. The file is a part of the model directory, so that the command
-`esmshard evaluate` can score the baselines, too."""
+"""The file with the fitted parameters of the baselines. `esmshard evaluate` reads it from the model directory."""
 
 
 @dataclass(frozen=True)
 class Opened:
-    """A model that is open for reading, and that `consolidate` will write to a directory."""
+    """An opened model, with the facts that `consolidate` writes beside its weights."""
 
     config: ModelConfig
     sizes: Mapping[str, torch.Size]
-    """The shape of each tensor, by its name in esmshard. Names in the task head begin with `head.`. Tied tensors, which
-    share their values, have one entry."""
+    """The shape of each tensor by name. Names of the task head begin with `head.`. Tied tensors have one entry."""
     read: Source
     unlearned: Sequence[str]
-    """The parts of the model (`lm_head`, `contact_head`) that no training has changed, or that a file lacks."""
+    """The parts (`lm_head`, `contact_head`) that were not trained, or that a file lacks."""
     about: dict[str, Any]
-    """The content of the file `esmshard.json`. This content has no recipe if another program trained the model."""
+    """The content of `esmshard.json`. It has no recipe if another program trained the model."""
     evaluation: Mapping[str, Any] | None
-    """The content of the file `evaluation.json` with the scores of these weights; None without such scores."""
+    """The content of `evaluation.json` for these weights; None if they were not scored."""
     directory: Path
-    """The directory in which the files `baselines.npz` and SEEN of the same run are, if they exist."""
+    """The directory of `baselines.npz` and SEEN, if these files exist."""
 
 
 def consolidate(
@@ -70,33 +68,34 @@ def consolidate(
 ) -> Path:
     """Write a model to a directory. The model comes from a run (its newest good checkpoint), a checkpoint or a model.
 
-    A checkpoint that holds only the trained part is combined with its base model. A LoRA is added to the weights.
+    If the checkpoint has only the trained part, the base model is read, too. A LoRA is added to the weights.
 
     Args:
         source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read` reads.
         out: the directory to create, or with `overwrite` to replace. No unfinished directory ever has this name.
-        to: `hf`, or the keyword of a file format that the code of the model's authors reads. By default all commands of
-            esmshard read the directory, and so does `transformers` if it has the model family (ESM-2, ESM-C, ...).
+        to: `hf`, or the keyword of a file format that the code of the model's authors reads. The default is a directory
+            for all commands of esmshard, and for `transformers` if it has the model family (ESM-2, ESM-C, ...).
         dtype: the type of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
-        best: take the checkpoint with the best validation score of the run.
+        best: take the run's checkpoint with the best validation score.
         adapter: write only the trained part of a LoRA run, in fp32: an adapter for PEFT, `head.safetensors` and
-            `esmshard.json`. The base model is not read, and `base` is its name in the configuration for PEFT.
-        base: the path of the base model of a LoRA or a head, if the base was moved since the run began.
-        warn: a function that is called with a sentence for everything that is skipped, missing or altered.
+            `esmshard.json`. The base model is not read.
+        base: the path of the base model, if it was moved since the run began. With `adapter`, the name of the base
+            model in PEFT's configuration.
+        warn: receives a sentence for everything that is skipped, missing or altered.
         max_file_bytes: the size in bytes above which weights are split over several files with an index.
 
     Raises:
         InputError: there is no good checkpoint, the checkpoint has no whole model, the base model is missing or
             different, or a weight is not finite or too large for `dtype`.
-        UsageError: `out` exists or holds the source, or an option does not suit the source.
+        UsageError: `out` exists or contains the source, or an option does not suit the source.
     """
     for leftover in settle(out):
         warn(leftover)
     _check_out(out, source, overwrite)
     is_model = _is_model(source)
     if is_model and (best or adapter or base is not None):
-        raise UsageError(f"{source}: is a model and no run; leave --best, --adapter and --base out")
+        raise UsageError(f"{source}: is a model and no run; omit --best, --adapter and --base")
     if adapter:
         checkpoint = _open_checkpoint(Path(source), warn, best)
         with writing(out, _NO_ROOM), whole_directory(out) as work:
@@ -105,11 +104,11 @@ def consolidate(
         return out
     opened = _open_model(source, warn) if is_model else _open_run(Path(source), warn, best, base)
     kind = _target(to, opened.config)
-    # A directory leaves out untrained parts, so that their use raises an error. Authors' code needs whole models.
+    # A directory omits untrained parts, so that their use raises an error. Authors' code needs complete models.
     left_out = tuple(f"{part}." for part in opened.unlearned) if kind is None else kind.lacks
     for part in opened.unlearned:
         if f"{part}." not in left_out:
-            warn(f"{source}: its {part} never learned; its output is random")
+            warn(f"{source}: its {part} never learned, so its output is random")
     sizes = {name: size for name, size in opened.sizes.items() if not name.startswith(left_out)}
     with writing(out, _NO_ROOM), whole_directory(out) as work:
         try:
@@ -129,9 +128,7 @@ def consolidate(
 def _finish(
     work: Path, out: Path, about: Mapping[str, Any], digests: Mapping[str, str], run: Path | None
 ) -> dict[str, Any]:
-    """Write the file `esmshard.json` without paths of this machine, and return its content. Copy the files BASELINES
-    and SEEN from the directory `run`, if there are any.
-    """
+    """Write `esmshard.json` without paths of this machine, and return it. Copy BASELINES and SEEN from `run`."""
     shared = dict(about) | weights.record(digests)
     if "recipe" in shared:
         shared["recipe"] = for_others(shared["recipe"], out)
@@ -150,9 +147,7 @@ def _finish(
 
 
 def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
-    """Return the kind of file to write for the authors' code; None if a directory is written. Raise `UsageError` if
-    the model family (ESM-2, ESM-C, ...) has no layout `to`.
-    """
+    """Return the file type for the authors' code; None for a directory. Raise `UsageError` for an unknown `to`."""
     family = family_of(config)
     if to is None or (to == "hf" and family.model_class):
         return None
@@ -172,8 +167,8 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
         raise UsageError(f"{out}: holds the model to read; choose another directory")
-    of_weights = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
-    check_replaced(out, [*of_weights, *hub.SMALL], marker=weights.ABOUT)
+    weight_files = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
+    check_replaced(out, [*weight_files, *hub.SMALL], marker=weights.ABOUT)
 
 
 def _is_model(source: Path | str) -> bool:
@@ -183,14 +178,13 @@ def _is_model(source: Path | str) -> bool:
 
 
 def _open_model(source: Path | str, warn: Callable[[str], None]) -> Opened:
-    """Open a model with its task head and its `esmshard.json`. An adapter is combined with its base model."""
     model = weights.read(str(source))
     head = {f"head.{name}": reader.shape for name, reader in model.head.items()}
     sizes = weights.stored_shapes(model.config) | head
     path = weights.directory(source)
     directory = path.parent if path.suffix == ".safetensors" else path
     record = directory / weights.ABOUT
-    with reading(str(record), "get the model again, or remove this file"):  # another program may have written the file
+    with reading(str(record), "get the model again, or remove this file"):  # another program may have written it
         about = read_json(record) if record.is_file() else {}
         about |= {"format": FORMAT, "version": VERSION}  # the `esmshard.json` of an adapter has another format
         if "recipe" in about:
@@ -213,7 +207,7 @@ class Checkpoint:
     path: Path
     state: Mapping[str, Any]
     sizes: Mapping[str, torch.Size]
-    """The shapes of the checkpoint's tensors, by names as in the class `Opened`."""
+    """The shape of each tensor, by names as in `Opened`."""
     read: Source
 
     @property
@@ -244,12 +238,12 @@ def _open_run(source: Path, warn: Callable[[str], None], best: bool, base: str |
     if state.get("base"):
         sizes, read = on_base(opened, base)
     elif base is not None:
-        raise UsageError(f"{checkpoint}: holds a whole model, which has no other base; leave --base out")
+        raise UsageError(f"{checkpoint}: has a complete model, so it needs no base model; omit --base")
     wanted = weights.stored_shapes(config)
     wanted |= {name: size for name, size in sizes.items() if name.startswith("head.")}
     if wrong := sorted(name for name in wanted.keys() | sizes.keys() if wanted.get(name) != sizes.get(name)):
         raise InputError(
-            f"{checkpoint}: {weights.some(wrong)}: not as in a model of its recipe; take another checkpoint"
+            f"{checkpoint}: {weights.some(wrong)}: do not fit the model of its recipe; use another checkpoint"
         )
     about = _described(state)
     if (read_both := _with_regression(state, sizes, read)) is not None:
@@ -265,14 +259,12 @@ def _open_run(source: Path, warn: Callable[[str], None], best: bool, base: str |
 
 
 def _described(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the content of `esmshard.json` for a model. `state` is the content of the checkpoint's `state.json`."""
     keys = ("step", "recipe", "facts", "config", "data", "world_size", "versions", "unlearned", "base", "history")
     about = {"format": FORMAT, "version": VERSION, "esmshard": __version__}
     return about | {key: state[key] for key in keys if key in state}
 
 
 def _evaluation(run: Path) -> dict[str, Any] | None:
-    """Read the file `evaluation.json` of a run; None if it cannot be read or is no JSON object."""
     try:
         evaluation = read_json(run / "evaluation.json")
     except (OSError, ValueError):
@@ -281,13 +273,11 @@ def _evaluation(run: Path) -> dict[str, Any] | None:
 
 
 def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, torch.Size], Source]:
-    """Return the shapes of all tensors of a base model with its trained part, and a function that reads a tensor.
+    """Return the shapes of a base model's tensors with the trained part, and a function that reads one tensor.
 
-    A LoRA is added to its weight when this weight is read, so only requested tensors are in memory. Tied tensors have
-    one entry. `base` is the path of the base model; by default the path that the run used.
-
-    Raises:
-        InputError: the base model is missing or different, or lacks a tensor of the checkpoint.
+    A LoRA is added to its weight when the weight is read, so memory holds only requested tensors. Tied tensors have one
+    entry. `base` is the path of the base model; by default the path in the run. Raises `InputError` if the base model
+    is missing or different, or lacks a tensor of the checkpoint.
     """
     state, sizes = checkpoint.state, checkpoint.sizes
     config = recorded_config(state["config"])
@@ -295,9 +285,7 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
     whole = weights.stored_shapes(config)
     whole |= {name: size for name, size in sizes.items() if name.startswith("head.")}
     if strange := sorted(sizes.keys() - {part for name in whole for part in (name, *lora_names(name))}):
-        raise InputError(
-            f"{checkpoint.path}: {weights.some(strange)}: have no place in its base; take another checkpoint"
-        )
+        raise InputError(f"{checkpoint.path}: {weights.some(strange)}: not in its base model; use another checkpoint")
     recorded, scale = state["base"], settings.lora[1] / settings.lora[0] if settings.method == "lora" else 0.0
     if recorded["seed"] is not None:
         model = weights.fresh(recorded_config(recorded["config"]), recorded["seed"])
@@ -323,13 +311,13 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write the trained part as a PEFT adapter and a task head. Return the sha256 of each weight file by file name.
 
-    The base model is not read. The adapter names the base model as `base`, or by the path in the run, relative to
-    `out` (the final path of `directory`). Raises `UsageError` for a checkpoint without a LoRA.
+    The base model is not read. The adapter names the base model as `base`. By default this is its path in the run,
+    relative to `out`, the final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA.
     """
     config = recorded_config(checkpoint.state["config"])
     settings = AdaptSettings.model_validate(checkpoint.state["recipe"].get("adapt", {}))
     if settings.method != "lora":
-        raise UsageError(f"{checkpoint.path}: has no LoRA (adapt.method is {settings.method}); leave --adapter out")
+        raise UsageError(f"{checkpoint.path}: has no LoRA (adapt.method is {settings.method}); omit --adapter")
     rank, alpha, targets = settings.lora
     name = base or shared_place(checkpoint.state["base"]["name"], out or directory)
     written = adapters.adapter_config(name, config, rank, alpha, targets, str(settings.bias))
@@ -341,8 +329,9 @@ def write_adapter(
 
 
 def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
-    """Return a function like `read` that gives the weights of the task head for the model's contact regression. Return
-    None if the task head is no regression over attention maps, or the contact regression itself was trained.
+    """Return a function like `read` that gives the task head as the contact regression.
+
+    Returns None if the task head is no regression over attention maps, or if the contact regression was trained.
     """
     prefix = "contact_head.regression."
     in_head = {name: name.replace(prefix, "head.regression.") for name in sizes if name.startswith(prefix)}

@@ -4,9 +4,9 @@
                     state.json                                          step, recipe, configuration, versions
                     MANIFEST.json                                       size in bytes and sha256 of every other file
 
-No file holds a pickle, so reading a checkpoint runs no code. torch's reader takes every `*.safetensors` of a directory,
-has no checksum, infers the shape of a tensor from its shards, and converts types silently. Therefore the files are
-compared with the manifest before loading (`esmshard.checkpoint.manifest`), and `load` compares shapes and types.
+No file contains a pickle, so reading a checkpoint runs no code. torch's reader reads every `*.safetensors` in a
+directory, has no checksum, infers a tensor's shape from its shards, and converts types silently. Therefore the files
+are compared with the manifest before loading (`esmshard.checkpoint.manifest`), and `load` compares shapes and types.
 """
 
 import json
@@ -34,10 +34,10 @@ from esmshard.io.paths import read_json, replace_text
 
 FORMAT, VERSION = "esmshard-checkpoint", 3
 FILE_BYTES = 10**9
-"""The approximate size, in bytes, of each file that a rank writes. During the writing, torch holds two more copies of
-the file's tensors in the memory of the host."""
+"""The approximate size, in bytes, of each file of a rank. While torch writes a file, it has two more copies of the
+file's tensors in the host's memory."""
 PATIENCE = 60.0
-"""After an error, the run waits at most so many seconds for its last checkpoint. Other ranks may be gone or stuck."""
+"""The number of seconds that a failed run waits for its last checkpoint. Other ranks may be gone or stuck."""
 
 
 def write(
@@ -52,17 +52,12 @@ def write(
 ) -> Path:
     """Write the checkpoint of a step. Every rank calls this with its shards. A single process needs no process group.
 
-    Args:
-        directory: the directory `checkpoints` of the run.
-        step: the number of optimizer steps done.
-        tensors: DTensors and plain tensors, with the same names on all ranks. A plain tensor is equal on all ranks.
-        state: the other values that a resumed run needs. They are written as JSON.
-        keep: the number of newest checkpoints to keep. Older checkpoints are removed after this one is written.
-        best: whether the file `BEST` shall name this checkpoint.
-        group: a gloo process group of all ranks; by default the default process group.
+    `directory` is the directory `checkpoints` of the run. `tensors` are DTensors and plain tensors, with the same names
+    on all ranks. A plain tensor is equal on all ranks. `state` has the other values that a resumed run needs, and is
+    written as JSON. The newest `keep` checkpoints stay, and older ones are removed. With `best`, the file `BEST` names
+    this checkpoint. `group` is a gloo process group of all ranks.
 
-    Raises:
-        InputError: on all ranks, if any rank could not write its files. Earlier checkpoints are unchanged.
+    All ranks raise `InputError` if any rank could not write its files. Earlier checkpoints are then unchanged.
     """
     alone = not dist.is_initialized()
     rank, ranks = (0, 1) if alone else (dist.get_rank(group), dist.get_world_size(group))
@@ -73,7 +68,7 @@ def write(
         total += tensor.numel() * tensor.element_size()
     writer = HuggingFaceStorageWriter(str(work), fqn_to_index_mapping=files, save_distributed=True)
     if not any(tensor.is_cuda for tensor in tensors.values()):
-        # Otherwise DCP would use memory and a stream of the machine's first GPU, if there is a GPU.
+        # Otherwise DCP would use memory on the machine's first GPU, if there is one.
         writer.per_thread_copy_ahead = 0
 
     def prepare() -> None:
@@ -84,7 +79,7 @@ def write(
         work.mkdir(parents=True)
 
     def hashes_of_shards() -> dict[str, manifest.Entry]:
-        # Each rank hashes its own files. They are in its memory, and another machine may not see these files yet.
+        # Each rank hashes its files: its memory has them, and another machine may not see them yet.
         return {path.name: manifest.entry(path) for path in work.glob(f"shard-{rank + 1:05d}-*")}
 
     def finish() -> None:
@@ -109,10 +104,10 @@ def write(
             shutil.rmtree(work, ignore_errors=True)
         raise _shared(
             f"{directory}: the checkpoint of step {step} could not be written ({error.strerror or error}); earlier "
-            "ones are unchanged; make room, or lower checkpoint.keep, then --resume auto"
+            "checkpoints are unchanged; make room, or lower checkpoint.keep, then --resume auto"
         ) from error
     if rank == 0:
-        with suppress(OSError):  # an old checkpoint only takes room, and the next prune tries again
+        with suppress(OSError):  # an old checkpoint does no harm, and the next prune tries again
             manifest.prune(directory, final, keep)
     return final
 
@@ -121,10 +116,7 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
     """Return the newest checkpoint with unchanged files, on every rank; None if there is no checkpoint.
 
     All ranks call this together, with the same `directory` as for `write`. The first rank checks the files, and calls
-    `warn` with a sentence for each damaged checkpoint.
-
-    Raises:
-        InputError: on all ranks, if every checkpoint is damaged.
+    `warn` with a sentence for each damaged checkpoint. All ranks raise `InputError` if every checkpoint is damaged.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
     chosen: Path | None = _together(lambda: manifest.newest_good(directory, warn) if first else None, None)[0]
@@ -135,9 +127,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
     """Overwrite `tensors` with the values of the checkpoint at `path`, which any number of ranks may have written.
 
     The checkpoint must be verified. With `alone`, this process reads without the other ranks of its process group.
-
-    Raises:
-        InputError: a tensor, or a part of a tensor, is missing from the checkpoint, or has another shape or type there.
+    Raises `InputError` if a tensor is missing or incomplete, or has another shape or type.
     """
     storage = HuggingFaceStorageReader(str(path))
     saved = _tensors_of(storage.read_metadata())
@@ -147,20 +137,20 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
             stored = f"{list(entry.size)} in {entry.properties.dtype}" if entry else "not in it"
             raise _shared(
                 f"{path}: does not fit this model: {name} is {stored}, and {list(tensor.size())} in {tensor.dtype} is "
-                "needed; take a checkpoint of this model",
+                "needed; use a checkpoint of this model",
                 not alone,
             )
-        # If the checkpoint lacks a part of a tensor, that part would keep an arbitrary value in `tensors`.
+        # A part that the checkpoint lacks would keep its arbitrary value in `tensors`.
         if sum(chunk.sizes.numel() for chunk in entry.chunks) != entry.size.numel():
-            raise _shared(f"{path}: holds numbers of {name} twice or not at all; take another checkpoint", not alone)
+            raise _shared(f"{path}: a part of {name} is missing or stored twice; use another checkpoint", not alone)
     with _plain_errors():
         state_dict_loader.load(tensors, storage_reader=storage, no_dist=alone or not dist.is_initialized())
 
 
 def reader(path: Path) -> tuple[dict[str, torch.Size], Callable[[str], torch.Tensor]]:
-    """Return the shape of each tensor of a verified checkpoint by name, and a function that reads one tensor.
+    """Return the shapes of a verified checkpoint's tensors by name, and a function that reads one tensor.
 
-    Use `reader` to read one tensor at a time: `load` would read the index of the checkpoint again for each tensor.
+    `load` would read the index of the checkpoint again for each tensor.
     """
     metadata = HuggingFaceStorageReader(str(path)).read_metadata()
     saved = _tensors_of(metadata)
@@ -170,7 +160,7 @@ def reader(path: Path) -> tuple[dict[str, torch.Size], Callable[[str], torch.Ten
         whole = torch.empty(saved[name].size, dtype=saved[name].properties.dtype)
         for chunk in saved[name].chunks:
             part = tuple(slice(first, first + n) for first, n in zip(chunk.offsets, chunk.sizes, strict=True))
-            # An open file would keep everything that was read mapped into memory.
+            # A file that stays open would keep its pages in memory.
             with safe_open(file_of[name, chunk.offsets], framework="pt") as file:
                 whole[part] = file.get_tensor(name)
         return whole
@@ -183,33 +173,32 @@ def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read the file `state.json` of a verified checkpoint. Raise `InputError` if its format has another version."""
+    """Read the `state.json` of a verified checkpoint. Raise `InputError` if another version wrote it."""
     state: dict[str, Any] = read_json(path / "state.json")
     if (state.get("format"), state.get("version")) != (FORMAT, VERSION):
-        raise InputError(f"{path}: written by another version of esmshard; go on with that one, or start again")
+        raise InputError(f"{path}: written by another version of esmshard; use that version, or start again")
     return state
 
 
 class Saver:
-    """The writer of the checkpoints of one run. Every rank creates a `Saver`, and calls `save` at the same steps.
+    """The writer of a run's checkpoints. Every rank creates a `Saver`, and calls `save` at the same steps.
 
-    Use it as `with saver:`. If an error ends the run, the run then waits for the checkpoint that is being written.
+    Use it as `with saver:`. If an error ends the block, the run waits for the checkpoint that is being written.
 
-    In the background mode, `save` copies the shards of this rank to the memory of the host and returns. A thread writes
-    the copy, and has its own process group, so that its messages do not mix with those of the main thread. `save` first
-    waits until the previous copy is written. The host therefore needs memory for one copy of the shards of its ranks:
-    12 bytes for each trained parameter (the weight and both moments of AdamW).
+    In the background mode, `save` waits until the previous copy is written, copies this rank's shards to the host's
+    memory, and returns. A thread with its own process group writes the copy, so messages of the two threads do not mix.
+    The copy needs 12 bytes for each trained parameter in the shards: the weight and both moments of AdamW. torch's
+    `async_save` would end before the files have hashes and the checkpoint has its name.
 
-    torch's `async_save` would end before the files have hashes and before the checkpoint has its name.
     A rank waits at most `timeout` seconds for the other ranks.
     """
 
     def __init__(self, directory: Path, keep: int, background: bool, timeout: int = 1800) -> None:
         self._directory, self._keep, self._background = directory, keep, background
-        # Both modes use this gloo process group, because over it the ranks exchange errors without a GPU kernel.
+        # With gloo, ranks exchange errors without a GPU kernel.
         seconds = timedelta(seconds=timeout)
         self._group: Any = dist.new_group(backend="gloo", timeout=seconds) if dist.is_initialized() else None
-        # In a new thread the current GPU is the machine's first GPU, on which each rank would take half a gigabyte.
+        # In a new thread the current GPU is the machine's first, where each rank would use half a gigabyte.
         on_gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         begin = partial(torch.cuda.set_device, torch.cuda.current_device()) if on_gpu else None
         self._pool = ThreadPoolExecutor(1, "checkpoint", begin)
@@ -228,7 +217,7 @@ class Saver:
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
     ) -> None:
-        """Write a checkpoint as the function `write` does. An error of the previous `save` is raised here, too."""
+        """Write a checkpoint as `write` does. An error of the previous `save` is raised here, too."""
         self.finish()
         options: dict[str, Any] = {"keep": self._keep, "best": best, "group": self._group}
         if not self._background:
@@ -249,7 +238,7 @@ class Saver:
 def _plain_errors() -> Iterator[None]:
     """Replace torch's `CheckpointException` by the error of the first rank that failed.
 
-    `except Exception` would not catch a `CheckpointException`, because that class may also wrap Ctrl-C.
+    `except Exception` does not catch `CheckpointException`, because that class may also wrap Ctrl-C.
     """
     try:
         with warnings.catch_warnings():
@@ -260,9 +249,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _together(function: Callable[[], Any], group: Any) -> list[Any]:
-    """Call a function on every rank, and return the results of all ranks. If the function raises `OSError` or
-    `InputError` on any rank, all ranks raise the error of the first such rank.
-    """
+    """Call a function on every rank, and return all results. All ranks raise the first `OSError` or `InputError`."""
     try:
         result = function()
     except (OSError, InputError) as error:

@@ -1,8 +1,7 @@
-"""The command line: the order of the commands in `--help`, addresses in buckets, exit codes, the greeting, the examples
-in the help, the suggested next command, and the message after Ctrl-C.
+"""The program `esmshard`: its help texts, its exit codes, and what all commands do before and after their work.
 
-The commands are functions in the other modules of this folder. A function imports torch, or a module that imports
-torch, only when the function is called.
+The commands are functions in the other modules of this folder. They import torch only when they run, so that the
+program starts fast.
 """
 
 import atexit
@@ -32,7 +31,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "Model files": (models.consolidate, models.download, models.push),
     "Clusters": (cluster.launch, cluster.doctor),
 }
-"""The functions of the commands, by the part of `--help` that lists the commands. Function and command share a name."""
+"""The command functions for each part of `--help`. A command has the name of its function."""
 COPIED = {
     "predict": ("data",),
     "score": ("sequences", "table"),
@@ -43,9 +42,10 @@ COPIED = {
     "consolidate": ("source",),
     "finetune": ("resume",),
 }
-"""The arguments of each command whose addresses in buckets are copied into the local cache before the command runs."""
+"""The arguments of each command that may be bucket addresses. Before the command runs, their files are copied into the
+local cache."""
 UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "report")
-"""The commands whose `-o` may be an address in a bucket. The result is first written on this machine, then uploaded."""
+"""The commands whose `-o` may be a bucket address. The result is first written on this machine, then uploaded."""
 ADDRESSES = {
     "embed": ("model", "fasta", "reuse", "out"),
     "predict": ("model",),
@@ -54,11 +54,11 @@ ADDRESSES = {
     "push": ("model",),
     "launch": ("arguments",),
 }
-"""The arguments of each command that may be addresses in buckets, and that the command itself opens."""
+"""The arguments of each command that may be bucket addresses, and that the command itself opens."""
 
 
 def with_addresses(command: Command, values: dict[str, Any]) -> None:
-    """Copy arguments that are addresses in buckets, run the command, and upload the result if `-o` is an address."""
+    """Copy the files of bucket addresses, run the command, and upload the result if `-o` is a bucket address."""
     name, upload = command.__name__, None
     for key, value in list(values.items()):
         addresses = value if isinstance(value, list) else [value]
@@ -74,8 +74,8 @@ def with_addresses(command: Command, values: dict[str, Any]) -> None:
         else:
             raise UsageError(
                 f"{remote.address(addresses[0])}: `esmshard {name.replace('_', ' ')}` takes no address in a bucket for "
-                f"{key.replace('_', ' ')}; name a path on a disk, and copy it with `aws s3 sync` or `gcloud storage "
-                "rsync`"
+                f"{key.replace('_', ' ')}; copy it with `aws s3 sync` or `gcloud storage rsync`, and pass a path on "
+                "a disk"
             )
     if upload is None:
         return command(**values)
@@ -84,7 +84,7 @@ def with_addresses(command: Command, values: dict[str, Any]) -> None:
     def write(path: Path) -> None:
         try:
             command(**{**values, "out": path})
-        except (typer.Exit, SystemExit) as leaving:  # Even if --strict ends the command, the result is uploaded.
+        except (typer.Exit, SystemExit) as leaving:  # --strict ends the command, but the result is uploaded.
             exits.append(leaving)
 
     remote.write_at(upload, bool(values.get("overwrite")), write)
@@ -93,17 +93,17 @@ def with_addresses(command: Command, values: dict[str, Any]) -> None:
 
 
 WELCOME = """\
-esmshard fine-tunes protein language models on your own proteins. Five things to do with it:
+esmshard fine-tunes protein language models on your proteins. Five examples:
 
-  Learn contacts from structures     esmshard finetune contact
-  Learn from measured variants       esmshard finetune variants data.table=my.csv data.wild_type=wt.fasta out=runs/mine
-  Predict with what was learned      esmshard predict runs/mine --propose 24 -o next.csv
+  Train on contacts in structures    esmshard finetune contact
+  Train on measured variants         esmshard finetune variants data.table=my.csv data.wild_type=wt.fasta out=runs/mine
+  Predict with the trained model     esmshard predict runs/mine --propose 24 -o next.csv
   Embed any number of sequences      esmshard embed starter my.fasta -o my.h5
   See what fits on which GPUs        esmshard plan contact model.name=esm2_t36_3B_UR50D --gpus 8xA100-40GB
 
-The first and the last need no data of yours. All commands: esmshard --help. Examples of one: esmshard embed --help.
+The first and the last command need no files of yours. For help, type: esmshard --help, or: esmshard embed --help.
 """
-"""The text that is printed if the user types `esmshard` without a command."""
+"""The text for a user who types `esmshard` without a command."""
 
 EXAMPLES = """\
 esmshard finetune contact --nproc 2
@@ -142,7 +142,7 @@ esmshard doctor my.yaml --nproc 8
 
 
 def examples(command: str) -> str:
-    """Return the examples of a command for its help, one example on each line."""
+    """Return the examples of a command for its help."""
     lines = [line for line in EXAMPLES.splitlines() if line.split()[1] == command]
     return "\n\n".join(["Examples:", *(f"  {line}" for line in lines)] if lines else [])
 
@@ -153,11 +153,11 @@ KEPT = {
     "ingest": "the pieces that were finished are kept",
     "download": "the files that were complete are kept",
 }
-"""What remains of an interrupted command, by the name of the command. Other commands write nothing before the end."""
+"""What each command has saved when Ctrl-C stops it. Other commands save nothing before their end."""
 
 
 def after_interrupt(command: str, values: Mapping[str, Any], words: Sequence[str]) -> str:
-    """Return a text about what remains of the interrupted command `esmshard WORDS`, and the command that goes on."""
+    """Return the message after Ctrl-C: what `esmshard WORDS` has saved, and the command to continue or repeat it."""
     if command not in KEPT or values.get("dry_run") or (command == "embed" and values["out"] is None):
         return f"no result was written; to start again: esmshard {shlex.join(words)}"
     words = [word for word in words if word != "--overwrite"]
@@ -174,7 +174,7 @@ def _checkpoint(values: Mapping[str, Any]) -> str:
     from esmshard.recipe import recipe_file
     from esmshard.tasks.registry import registered
 
-    if not registered.cache_info().currsize:  # Ctrl-C came before the recipe was read.
+    if not registered.cache_info().currsize:  # The recipe was not read before Ctrl-C.
         return "nothing was begun"
     out = Path(recipe_file.load(recipe_file.resolve(values["recipe"]), values["overrides"] or []).out)
     if checkpoints := sorted(out.glob("checkpoints/step_*")):
@@ -227,11 +227,12 @@ NEXT: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "download": lambda values: f"esmshard embed {values['names'][0]} my.fasta -o my.h5",
     "recipes_cp": lambda values: f"esmshard finetune {values['to']} --dry-run",
 }
-"""A function for each command that returns the suggested next command, from the arguments; None for no suggestion."""
+"""For each command, a function that returns the suggested next command, or None. Its argument is the values of the
+command's arguments."""
 
 
 def _declared(command: Command) -> Command:
-    """Return the command with two additions: a suggested next command on a terminal, and a sentence after Ctrl-C."""
+    """Return a function that also suggests the next command on a terminal, and prints a message after Ctrl-C."""
 
     @functools.wraps(command)
     def run(**values: Any) -> None:
@@ -267,8 +268,7 @@ app.add_typer(infer.embeddings, name="embeddings", rich_help_panel="Use a model"
 
 @app.callback(invoke_without_command=True)
 def _options(
-    context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False
 ) -> None:
     if version:
         print(f"esmshard {__version__}")
@@ -279,15 +279,15 @@ def _options(
 
 def main() -> None:
     """Run the command line. For a mistake of the user, print one sentence on stderr and no traceback."""
-    # Without `gc.freeze`, Python searches half a million objects of torch for garbage at its end, for a second.
+    # At its end, Python searches half a million objects of torch for garbage, for a second. `gc.freeze` prevents this.
     atexit.register(gc.freeze)
     try:
         _main()
     except SystemExit as leaving:
         if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
             raise
-        # A rank of a run exits without finalizing the interpreter. Otherwise a thread of gloo that needs the
-        # interpreter at this moment would end the process with SIGABRT, and launchers would see a failed run.
+        # `os._exit` ends a rank without the usual work of Python at its end. During this work, a thread of gloo could
+        # end the process with SIGABRT, and launchers would see a failed run.
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None))
@@ -307,8 +307,8 @@ def _main() -> None:
         if (error.shared or isinstance(error, UsageError)) and os.environ.get("RANK", "0") != "0":
             if launch.LAUNCHER in os.environ:
                 raise SystemExit(error.exit_code) from None
-            # If rank 0 finds the same mistake, the launcher ends this process during the wait. Otherwise this process
-            # prints the message.
+            # If rank 0 fails with the same mistake, the launcher ends this process while it waits. Otherwise this
+            # process prints the message.
             launch.wait_for_first(error.exit_code)
         say(f"error: {error}")
         raise SystemExit(error.exit_code) from None

@@ -1,4 +1,4 @@
-"""The commands for clusters: `launch` (a job of a scheduler) and `doctor` (checks of a machine)."""
+"""The commands for clusters: `launch` submits jobs to a scheduler, and `doctor` checks machines."""
 
 import os
 import sys
@@ -14,62 +14,46 @@ def launch(
     ctx: Context,
     what: Annotated[
         str,
-        Argument(
-            metavar="RECIPE",
-            help="A recipe file, or the name of a shipped one; or embed or doctor.",
-            autocompletion=recipes,
-        ),
+        Argument(metavar="RECIPE", help="A recipe file or shipped recipe; or embed or doctor.", autocompletion=recipes),
     ],
     arguments: Overrides = None,
     *,
     target: Annotated[Literal["slurm", "kubernetes"], Option(help="The scheduler.")],
     nodes: Annotated[
-        str | None, Option(metavar="N|MIN:MAX", help="Machines, by default 1. With 1:2, a run goes on with fewer.")
+        str | None, Option(metavar="N|MIN:MAX", help="Machines (1). With 1:2, a run continues if it loses one.")
     ] = None,
     gpus_per_node: Annotated[
-        int | None,
-        Option(min=0, max=1_024, metavar="N", help="GPUs of a machine; by default those of the site profile."),
+        int | None, Option(min=0, max=1_024, metavar="N", help="GPUs of each machine; by default the site profile's.")
     ] = None,
     nproc: Annotated[
-        int | None, Option(min=1, max=1_024, help="Processes of a machine; by default one for each GPU, or one.")
+        int | None, Option(min=1, max=1_024, help="Processes of each machine; by default one for each GPU, or one.")
     ] = None,
-    time_limit: Annotated[
-        str | None, Option("--time", metavar="TIME", help="Time limit of Slurm, as 24:00:00; by default the profile's.")
-    ] = None,
-    array: Annotated[
-        int | None,
-        Option(min=1, max=1_000_000, metavar="N", help="Workers of embed, which share the output."),
-    ] = None,
-    name: Annotated[str | None, Option(metavar="NAME", help="Name of the job; by default that of the recipe.")] = None,
+    time_limit: Annotated[str | None, Option("--time", metavar="TIME", help="Slurm time limit, as 24:00:00.")] = None,
+    array: Annotated[int | None, Option(min=1, max=1_000_000, metavar="N", help="Number of workers of embed.")] = None,
+    name: Annotated[str | None, Option(metavar="NAME", help="Name of the job; by default the recipe's name.")] = None,
     out: Annotated[
         Path | None, Option("-o", "--out", help="File to write; by default NAME.sbatch or NAME.job.yaml.")
     ] = None,
     template: Annotated[Path | None, Option(metavar="FILE", help="Your own Jinja2 template of the file.")] = None,
     overwrite: Overwrite = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the file, and stop.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the job file without writing it.")] = False,
 ) -> None:
-    """Run a recipe, or workers of embed, on a cluster: write the scheduler's job file, and submit the job if possible.
-    The arguments of embed follow after --.
+    """Run a recipe, or workers of embed, on a cluster: write a job file, and submit it if the scheduler is here.
+    Type the arguments of embed after --.
     """
     from esmshard.cluster import launch as jobs
     from esmshard.cluster import site as sites
     from esmshard.progress import say
 
     options = jobs.Options(
-        target=target,
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        nproc=nproc,
-        time=time_limit,
-        array=array,
-        name=name,
+        target=target, nodes=nodes, gpus_per_node=gpus_per_node, nproc=nproc, time=time_limit, array=array, name=name
     )
     site = sites.load()
     if site.python is None:
         site = site.model_copy(update={"python": sys.executable})
     given = arguments or []
     if what == "embed":
-        # The parser of `embed` reads the arguments now, so that a mistake is found before the job waits in the queue.
+        # The parser of `embed` checks the arguments now, before the job waits in the queue.
         assert ctx.parent is not None
         parser = ctx.parent.command.get_command(ctx.parent, "embed")  # type: ignore[attr-defined]
         with parser.make_context("embed", list(given), parent=ctx.parent) as parsed:
@@ -79,11 +63,11 @@ def launch(
     else:
         job = jobs.finetune_job(what, given, options, site)
     text = jobs.render(job, site, target, template)
-    none = "" if sites.path().is_file() else "none at "
-    say(f"site profile: {none}{sites.path()}{none and '; all its keys have their defaults'}")
+    missing = "" if sites.path().is_file() else " does not exist; all keys have their defaults"
+    say(f"site profile: {sites.path()}{missing}")
     for path in job.reads if target == "slurm" else ():
         if not Path(path).exists():
-            say(f"{path}: is not on this machine; make sure that the nodes have it")
+            say(f"{path}: does not exist on this machine; make sure that it exists on the nodes")
     if dry_run:
         sys.stdout.buffer.write(text.encode("utf-8", "surrogateescape"))
         return
@@ -101,10 +85,10 @@ def doctor(
         int | None, Option(min=1, max=1_024, help="Processes to connect; by default one for each GPU, or two.")
     ] = None,
     out: Annotated[
-        Path | None, Option(metavar="DIR", help="Directory of runs; by default the recipe's, or the working one.")
+        Path | None, Option(metavar="DIR", help="Directory of runs; by default `out` of the recipe, or `.`")
     ] = None,
 ) -> None:
-    """Check this machine (versions, GPUs, disks, collectives) and, if given, a recipe. Print problems and solutions."""
+    """Check this machine (versions, GPUs, disks, network) and, if given, a recipe. Print problems and solutions."""
     from esmshard.cluster import doctor as checks
     from esmshard.parallel import launch
 

@@ -1,4 +1,4 @@
-"""The commands that prepare data: `ingest` (token stores), `track`, and `split` (training, validation, test sets)."""
+"""The commands that prepare data: `ingest` (token stores), `split` (training, validation, test sets) and `track`."""
 
 from pathlib import Path
 from typing import Annotated, Literal
@@ -10,22 +10,21 @@ from esmshard.errors import UsageError
 
 
 def ingest(
-    fasta: Annotated[list[Path] | None, Argument(help="FASTA files or tables; - for the standard input.")] = None,
+    fasta: Annotated[list[Path] | None, Argument(help="FASTA files or tables; - for standard input.")] = None,
     out: Annotated[Path | None, Option("-o", "--out", help="Directory of the store to make.")] = None,
     on_unknown: Annotated[
-        Literal["error", "mask", "drop"], Option(help="Symbols that are no residues; mask reads them as <mask>.")
+        Literal["error", "mask", "drop"], Option(help="For symbols that are no residues; mask makes <mask>.")
     ] = "error",
-    on_duplicate: Annotated[
-        Literal["error", "first", "suffix"], Option(help="A repeated id; equal records are never an error.")
-    ] = "error",
+    on_duplicate: Annotated[Literal["error", "first", "suffix"], Option(help="For an id that occurs twice.")] = "error",
     on_nucleotides: Annotated[
-        Literal["error", "keep"], Option(help="Records that look like DNA or RNA; keep them if they are proteins.")
+        Literal["error", "keep"], Option(help="For proteins that look like DNA or RNA.")
     ] = "error",
     max_length: Annotated[
-        int | None, Option(min=8, max=1_000_000, help="Most residues of a record; see --long.")
+        int | None, Option(min=8, max=1_000_000, help="Maximum number of residues of a record; needs --long.")
     ] = None,
     long: Annotated[
-        Literal["full", "crop", "window", "skip", "error"] | None, Option(help="Sequences over --max-length.")
+        Literal["full", "crop", "window", "skip", "error"] | None,
+        Option(help="For sequences longer than --max-length."),
     ] = None,
     sequence_column: SequenceColumn = None,
     id_column: IdColumn = None,
@@ -46,20 +45,20 @@ def ingest(
     columns, policies = (sequence_column, id_column), {on_unknown, on_duplicate, on_nucleotides}
     ruled = long or max_length or a3m or keep_gaps or join or any(columns) or policies != {"error"} or workers > 1
     if verify is not None and (fasta or out or ruled or overwrite):
-        raise UsageError("--verify checks a store and makes none; pass it without other arguments")
+        raise UsageError("--verify only checks a store; pass it without other arguments")
     if verify is not None:
         TokenStore(verify).verify()
-        print(f"{verify}: every file is as it was written")
+        print(f"{verify}: all files are unchanged")
         return
     if out is None:
         raise UsageError("-o: name the directory of the store to make")
     if not fasta:
-        raise UsageError("there is no FASTA file; name at least one")
+        raise UsageError("there is no FASTA file; name one or more")
     if max_length is not None and not long:
-        raise UsageError("--max-length needs --long for longer sequences; pass --long crop, window, skip or error")
+        raise UsageError("--max-length needs --long; pass --long crop, window, skip or error for the longer sequences")
     chains = join_option(join) or Chains()
     if chains.gap:
-        raise UsageError(f"--join {join}: a store keeps no gap; pass the gap to the command that reads the store")
+        raise UsageError(f"--join {join}: a store cannot save a gap; pass the gap to the command that reads the store")
     rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, chains.tokens, *columns)
     store = ingest(fasta, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
     for notice in store.notices:
@@ -70,7 +69,7 @@ def ingest(
 def track(
     name: Annotated[Literal["structure_tokens"], Argument(metavar="TRACK", help="The track: structure_tokens.")],
     structures: Annotated[Path, Argument(help="A directory of PDB or mmCIF files, or one file.")],
-    weights: Annotated[Path, Option(help="File of the encoder's weights, as its authors published it.")],
+    weights: Annotated[Path, Option(help="The published file with the weights of the encoder.")],
     out: Annotated[Path, Option("-o", "--out", help="The .npz file to write.")],
     device: Device = None,
     overwrite: Overwrite = False,
@@ -86,7 +85,7 @@ def split(
     out: Annotated[Path, Option("-o", "--out", help="Directory to make.")],
     by: Annotated[
         Literal["cluster", "ratio", "given", "position", "contiguous", "modulo", "mutations", "low-to-high"] | None,
-        Option(help="Sequences: cluster (the default), ratio, given. Variants: any other (position), ratio, given."),
+        Option(help="Sequences: cluster (default), ratio, given. Variants: position (default), all but cluster."),
     ] = None,
     sets: Annotated[
         Path | None,
@@ -94,56 +93,48 @@ def split(
     ] = None,
     clusters: Annotated[
         list[Path] | None,
-        Option(metavar="FILE", help="A _cluster.tsv of MMseqs2, which is run by default; may be given again."),
+        Option(metavar="FILE", help="A _cluster.tsv of MMseqs2 (repeatable); by default, MMseqs2 is run."),
     ] = None,
     ratios: Annotated[str | None, Option(metavar="N,N,N", help="Shares of the sets; by default 0.8,0.1,0.1.")] = None,
-    folds: Annotated[int | None, Option(help="Number of folds, instead of the sets train, valid and test.")] = None,
+    folds: Annotated[int | None, Option(help="Number of folds; by default train, valid and test.")] = None,
     seed: Annotated[int | None, Option(help="Seed of random choices; by default 0.")] = None,
-    wild_type: Annotated[Path | None, Option(metavar="FASTA", help="The protein of which DATA has variants.")] = None,
+    wild_type: Annotated[Path | None, Option(metavar="FASTA", help="The protein whose variants are in DATA.")] = None,
     sequence_column: SequenceColumn = None,
     id_column: IdColumn = None,
     mutant: MutantColumn = None,
-    offset: Annotated[int | None, Option(help="Number that is added to the positions of the table.")] = None,
+    offset: Annotated[int | None, Option(help="Number to add to the positions in the table.")] = None,
     target: TargetColumn = None,
     train_max: Annotated[
         str | None,
-        Option(metavar="N", help="Most mutations in training (1); of low-to-high the highest value, or a share (50%)."),
+        Option(metavar="N", help="Maximum mutations in training (1); for low-to-high, value or share (50%)."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Divide sequences or variants into training, validation and test sets, and report what the sets share."""
-    from esmshard.data.splits.split_files import (
-        OF_SEQUENCES,
-        OF_VARIANTS,
-        FastaRecords,
-        VariantRows,
-        chosen,
-        counts_table,
-        divide,
-        may_write,
-        parse_ratios,
-    )
+    """Divide sequences or variants into training, validation and test sets, and report overlaps of the sets."""
+    from esmshard.data.splits import split_files as files
     from esmshard.io.symbols import Rules
     from esmshard.progress import say
 
-    known = OF_SEQUENCES if wild_type is None else OF_VARIANTS
-    parts = None if ratios is None else parse_ratios(ratios)
-    method = chosen(
+    known = files.OF_SEQUENCES if wild_type is None else files.OF_VARIANTS
+    parts = None if ratios is None else files.parse_ratios(ratios)
+    method = files.chosen(
         known, by, ratios=parts, folds=folds, seed=seed, clusters=clusters, train_max=train_max, target=target
     )
     if sets is not None and (method.by != "given" or wild_type is not None):
         raise UsageError("--sets is for --by given with sequences; pass --by given, or leave --sets out")
     if wild_type is not None and (sequence_column or id_column):
         raise UsageError("--sequence-column and --id-column are for sequences; leave out these two or --wild-type")
-    may_write(out, overwrite)
+    files.may_write(out, overwrite)
     if wild_type is not None:
         targets = None if method.by != "low-to-high" else (target,) if target else ()
-        counts, notices = divide(VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, say)
+        counts, notices = files.divide(
+            files.VariantRows(data, wild_type, mutant, targets, offset or 0), method, out, say
+        )
     elif mutant is not None or offset is not None:
         raise UsageError("--mutant and --offset are for variants of one protein; pass --wild-type FILE.fasta, too")
     else:
         rules = Rules(sequence_column=sequence_column, id_column=id_column)
-        counts, notices = divide(FastaRecords(data, sets, rules), method, out, say)
+        counts, notices = files.divide(files.FastaRecords(data, sets, rules), method, out, say)
     for notice in notices:
         say(notice)
-    print(f"{out}\n{counts_table(counts, 'set' if folds is None else 'fold')}")
+    print(f"{out}\n{files.counts_table(counts, 'set' if folds is None else 'fold')}")

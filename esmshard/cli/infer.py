@@ -1,4 +1,4 @@
-"""The commands that use a model: `embed`, `embeddings`, `predict`, `score` (zero-shot) and `evaluate`."""
+"""The commands that use a model: `embed`, `embeddings`, `predict`, `score` and `evaluate`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -23,77 +23,59 @@ from esmshard.errors import InputError, UsageError
 def embed(
     model: Annotated[str, Argument(help="A model.", autocompletion=models)],
     fasta: Annotated[
-        Path,
-        Argument(
-            help="FASTA file or table, plain or compressed, - for the standard input, a token store, structures (PDB, "
-            "mmCIF), or an address in a bucket."
-        ),
+        Path, Argument(help="FASTA file or table, - for standard input, token store, structures, or bucket address.")
     ],
     out: Annotated[
-        Path | None,
-        Option(
-            "-o",
-            "--out",
-            help="File to write. A name without an ending is a directory of parts, which may lie in a bucket (s3://, gs://).",
-        ),
+        Path | None, Option("-o", "--out", help="File; without an ending, a directory of parts, also in a bucket.")
     ] = None,
     fmt: Annotated[
         Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors", "biotrainer-h5", "parts"] | None,
-        Option("--format", help="By default from the ending of OUT."),
+        Option("--format", help="File format; by default the ending of OUT tells it."),
     ] = None,
     pool: Annotated[
         str,
         Option(
             metavar="POOL,...",
-            help="mean, max, cls, residue, logits, contacts, attentions; by default mean for npy, csv, parquet, "
-            "zarr, h5ad and parts, else residue.",
+            help="mean, max, cls, residue, logits, contacts, attentions; by default mean or residue, by the format.",
         ),
     ] = "",
     layers: Annotated[
         str, Option(metavar="N,...", help="Layers: 0 for the embedding, -1 for the last layer (the default).")
     ] = "",
-    heads: Annotated[str, Option(metavar="N,...", help="Heads of --pool attentions, from 0; by default all.")] = "",
-    dtype: Annotated[Literal["fp32", "fp16", "bf16"], Option(help="Numbers in the file.")] = "fp32",
+    heads: Annotated[str, Option(metavar="N,...", help="Heads for --pool attentions, from 0; by default all.")] = "",
+    dtype: Annotated[Literal["fp32", "fp16", "bf16"], Option(help="Type of the numbers in the file.")] = "fp32",
     precision: Annotated[
-        Literal["auto", "fp32", "bf16", "fp16"], Option(help="Arithmetic; auto is the fastest on the device.")
+        Literal["auto", "fp32", "bf16", "fp16"], Option(help="Precision; auto is the fastest.")
     ] = "auto",
     long: Annotated[
         Literal["full", "window", "truncate"],
-        Option(help="Proteins over --window residues; windows overlap and are blended."),
+        Option(help="For proteins longer than --window; windows overlap and are blended."),
     ] = "full",
     window: Annotated[
-        int | None,
-        Option(min=2, help="Residues of a window, or residues that truncate keeps; by default as many as in training."),
+        int | None, Option(min=2, help="Residues of a window, or after truncate; by default as in training.")
     ] = None,
     overlap: Annotated[int, Option(help="Residues that neighbouring windows share.")] = 256,
     tokens: Annotated[
-        int | None,
-        Option(
-            min=1, max=1_000_000_000, help="Tokens computed at once; by default 2,048 on a CPU and 16,384 on a GPU."
-        ),
+        int | None, Option(min=1, max=10**9, help="Tokens computed at once; by default 2,048 (CPU) or 16,384 (GPU).")
     ] = None,
     track: TrackPaths = None,
     join: Join = None,
     nproc: LocalProcesses = None,
     device: Device = None,
-    reuse: Annotated[
-        Path | None, Option(metavar="DIR", help="Copy equal sequences from an earlier directory of parts.")
-    ] = None,
+    reuse: Annotated[Path | None, Option(metavar="DIR", help="Copy equal sequences from an earlier output.")] = None,
     engine: Annotated[
         Literal["local", "array", "ray"],
         Option(help="Processes of this machine, workers of a job array that all run this command, or a Ray cluster."),
     ] = "local",
     worker: Annotated[
-        str | None,
-        Option(metavar="I/N", help="For --engine array: this is worker I of N, from 0; by default as in the job."),
+        str | None, Option(metavar="I/N", help="For --engine array: this is worker I (from 0) of N.")
     ] = None,
     ray_address: Annotated[str, Option(metavar="auto|local|ADDRESS", help="For --engine ray: the cluster.")] = "auto",
     offload: Annotated[
-        bool,
-        Option("--offload", help="Spread a model that is larger than a GPU over all GPUs, the memory and the disk."),
+        bool, Option("--offload", help="Divide a large model over all GPUs, the memory and the disk.")
     ] = False,
     strict: Annotated[bool, Option("--strict", help="Exit code 1 if a record failed.")] = False,
-    dry_run: Annotated[bool, Option("--dry-run", help="Print the size of input and output, and stop.")] = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Only print the size of input and output.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write embeddings of sequences in input order. Residue embeddings have no rows for the tokens <cls> and <eos>."""
@@ -113,7 +95,7 @@ def embed(
         from esmshard.model import weights
 
         if weights.is_far(model):
-            raise UsageError(f"--dry-run opens the model, and downloads none; type esmshard download {model} first")
+            raise UsageError(f"--dry-run does not download the model; run `esmshard download {model}` first")
     asked = request(model, out, **how)
     if dry_run:
         print(engines.forecast(asked, fasta, reuse))
@@ -128,8 +110,8 @@ def embed(
         text = remote.local(manifest["failed_file"]).read_text(encoding="utf-8")
         record_id, _, reason = text.split("\n")[1].split("\t")
         raise InputError(
-            f"{place}: has no values, since every record failed, see {manifest['failed_file']}; the first record, "
-            f"{record_id}: {reason}; change the model or the options, and start over with --overwrite"
+            f"{place}: has no values, because every record failed, see {manifest['failed_file']}; the first record, "
+            f"{record_id}: {reason}; change the model or the options, and run the command again with --overwrite"
         )
     if failed and strict:
         raise SystemExit(1)
@@ -139,10 +121,10 @@ def _integers(option: str, text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",") if number.strip()]
     except ValueError:
-        raise UsageError(f"{option} {text}: numbers with commas between them are expected, as 5,6") from None
+        raise UsageError(f"{option} {text}: numbers with commas between them are expected, such as 5,6") from None
 
 
-embeddings = typer.Typer(help="Look at outputs of embed, and convert them.", no_args_is_help=True)
+embeddings = typer.Typer(help="Show and merge outputs of embed.", no_args_is_help=True)
 
 
 @embeddings.command("status")
@@ -156,10 +138,10 @@ def embeddings_status(out: Annotated[Path, Argument(help="An output of embed, fi
 @embeddings.command("merge")
 def embeddings_merge(
     directory: Annotated[Path, Argument(help="A finished directory of parts.")],
-    out: Annotated[Path, Option("-o", "--out", help="File to write; may lie in a bucket (s3://, gs://).")],
+    out: Annotated[Path, Option("-o", "--out", help="File to write, also in a bucket (s3://, gs://).")],
     fmt: Annotated[
         Literal["h5", "npy", "npz", "csv", "parquet", "zarr", "h5ad", "safetensors"] | None,
-        Option("--format", help="By default from the ending of OUT."),
+        Option("--format", help="File format; by default the ending of OUT tells it."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
@@ -174,66 +156,38 @@ def embeddings_merge(
 
 
 def predict(
-    model: Annotated[str, Argument(help="A consolidated model with a fine-tuned head; for variants, also a run.")],
+    model: Annotated[str, Argument(help="A fine-tuned model directory; for variants, also a run.")],
     data: Annotated[
         Path | None,
-        Argument(
-            help="FASTA file or table, - for the standard input, a token store, or structures (PDB, mmCIF); for "
-            "variants, their table."
-        ),
+        Argument(help="FASTA file or table, - for standard input, token store, or structures; for variants, a table."),
     ] = None,
     out: Annotated[
         Path | None,
-        Option(
-            "-o",
-            "--out",
-            help="File to write: .npz, .h5, .zarr or .safetensors (an array for each record), .csv or .parquet.",
-        ),
+        Option("-o", "--out", help="File: .npz, .h5, .zarr or .safetensors (one array per record), .csv or .parquet."),
     ] = None,
     all_singles: Annotated[
         bool, Option("--all-singles", help="For variants: rank every single substitution; without a table.")
     ] = False,
     propose: Annotated[
-        int | None,
-        Option(
-            min=1, max=1_000_000, metavar="N", help="For variants: choose N promising, different ones to measure next."
-        ),
+        int | None, Option(min=1, max=1_000_000, metavar="N", help="For variants: choose N to measure next.")
     ] = None,
-    kappa: Annotated[
-        float, Option(min=0, help="For --propose: standard deviations that are added to a prediction.")
-    ] = 1.0,
-    diversity: Annotated[
-        float, Option(min=0, help="For --propose: cost of a position or residue that is already chosen.")
-    ] = 0.15,
+    kappa: Annotated[float, Option(min=0, help="For --propose: standard deviations to add to a prediction.")] = 1.0,
+    diversity: Annotated[float, Option(min=0, help="For --propose: penalty for positions chosen already.")] = 0.15,
     sites: Annotated[
         str | None,
-        Option(
-            metavar="39,40,41",
-            help="For --propose: the positions that may change, or all; by default the positions varied in training.",
-        ),
+        Option(metavar="39,40,41", help="For --propose: positions that may change, or all; by default as in training."),
     ] = None,
     baseline: Annotated[
         str | None,
-        Option(
-            "--with",
-            metavar="BASELINE",
-            help="For variants: rank by a baseline (one-hot, zero-shot, augmented or embedding), not by the models.",
-        ),
+        Option("--with", metavar="BASELINE", help="For variants: rank by one-hot, zero-shot, augmented or embedding."),
     ] = None,
     mutant: MutantColumn = None,
-    offset: Annotated[
-        int | None,
-        Option(help="For a table: number added to its positions; by default the offset of the run's table."),
-    ] = None,
-    png: Annotated[
-        Path | None, Option(metavar="DIR", help="For contacts: directory for a picture of each map.")
-    ] = None,
+    offset: Annotated[int | None, Option(help="Added to the positions of a table; by default as in training.")] = None,
+    png: Annotated[Path | None, Option(metavar="DIR", help="For contacts: directory for pictures.")] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,
     device: Device = None,
-    strict: Annotated[
-        bool, Option("--strict", help="For FASTA: exit code 1 if a record failed. OUT.failed.tsv lists them.")
-    ] = False,
+    strict: Annotated[bool, Option("--strict", help="Exit code 1 if a record of a FASTA file failed.")] = False,
     overwrite: Overwrite = False,
 ) -> None:
     """Write the predictions of a fine-tuned head: contact maps, classes, values, or variants (the best first)."""
@@ -250,7 +204,7 @@ def predict(
         if png or strict or complexes:
             raise UsageError("--png, --strict and --complexes are for proteins, not for variants; leave them out")
         if tracks:
-            raise UsageError("--track: a model of variants keeps the tracks of its wild type; leave it out")
+            raise UsageError("--track: a model of variants already has the tracks of its wild type; leave it out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
         how |= {"all_singles": all_singles}
@@ -261,8 +215,8 @@ def predict(
 
     if all_singles or propose or mutant or sites or baseline or offset is not None:
         raise UsageError(
-            "--all-singles, --propose, --sites, --with, --mutant and --offset are for models of variants, which "
-            f"{model} is not; leave them out"
+            "--all-singles, --propose, --sites, --with, --mutant and --offset are for models of variants, but "
+            f"{model} is another model; leave them out"
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
@@ -277,32 +231,32 @@ def predict(
 def score(
     model: Annotated[str, Argument(help="A model with an LM head; no fine-tuning is needed.", autocompletion=models)],
     sequences: Annotated[
-        Path, Argument(metavar="FASTA", help="FASTA of the wild type; without variants, any sequences, - or a store.")
+        Path, Argument(metavar="FASTA", help="FASTA of the wild type; without variants, any sequences or store, or -.")
     ],
     table: Annotated[Path | None, Argument(help="Table of variants of the wild type.")] = None,
-    out: Annotated[Path | None, Option("-o", "--out", help="CSV file to write; of sequences, also Parquet.")] = None,
+    out: Annotated[Path | None, Option("-o", "--out", help="CSV file to write; for sequences, also Parquet.")] = None,
     all_singles: Annotated[
         bool, Option("--all-singles", help="Score every single substitution, without a table.")
     ] = False,
     method: Annotated[
         Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass"] | None,
-        Option(help="Variants: the first (default), second or third. Sequences: the third (default) or fourth."),
+        Option(help="For variants the first (default), second or third; for sequences the third (default) or fourth."),
     ] = None,
     ensemble: Annotated[
-        list[str] | None, Option(metavar="MODEL", help="A further model, to average the scores; may be given again.")
+        list[str] | None, Option(metavar="MODEL", help="A further model, for average scores (repeatable).")
     ] = None,
     mutant: MutantColumn = None,
     target: TargetColumn = None,
-    offset: Annotated[int | None, Option(help="Number added to the positions; by default one that fits.")] = None,
+    offset: Annotated[int | None, Option(help="Number to add to the positions; by default, one that fits.")] = None,
     window: Annotated[
-        int | None, Option(min=1, max=1_000_000, help="Residues seen at once; by default as many as in training.")
+        int | None, Option(min=1, max=1_000_000, help="Residues read at once; by default as many as in training.")
     ] = None,
     track: TrackPaths = None,
     join: Join = None,
     device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Score variants or sequences with the language model alone (zero-shot). A higher score is more natural."""
+    """Score variants or sequences with a language model, without training (zero-shot). Higher is more natural."""
     from esmshard.data.tracks import named_tracks
     from esmshard.predict import zero_shot
 
@@ -318,25 +272,25 @@ def score(
     if join is not None:
         raise UsageError("--join is for sequences of several chains, and variants have one chain; leave it out")
     if table is not None and all_singles:
-        raise UsageError("give either a table of variants or --all-singles")
+        raise UsageError("pass either a table of variants or --all-singles, not both")
     how |= {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
     print(zero_shot.score_table(model, sequences, table, out, **how))
 
 
 def evaluate(
-    model: Annotated[str, Argument(help="A consolidated model directory with a fine-tuned head.")],
+    model: Annotated[str, Argument(help="A fine-tuned model directory.")],
     data: Annotated[str, Argument(help="A labelled FASTA file or table, structures, or sample:contact/test.")],
     out: Annotated[Path, Option("-o", "--out", help="Directory for evaluation.json and per_protein.csv.")],
-    labels: Annotated[str | None, Option(metavar="FILE", help="Labels, if neither in nor beside DATA.")] = None,
+    labels: Annotated[str | None, Option(metavar="FILE", help="Labels, if DATA has none.")] = None,
     png: Annotated[
-        Path | None, Option(metavar="DIR", help="Of contacts: a directory for pictures, predicted and true.")
+        Path | None, Option(metavar="DIR", help="For contacts: directory for pictures, predicted and true.")
     ] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,
     device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Compute the metrics of a fine-tuned model and of baselines on labelled data, with intervals."""
+    """Compute metrics of a fine-tuned model and of baselines on labelled data, with confidence intervals."""
     from esmshard.data.splits.recipe_splits import joined, open_tested
     from esmshard.data.tracks import named_tracks, track_files
     from esmshard.model.families.family_registry import family_of
@@ -356,11 +310,11 @@ def evaluate(
     recipe, config = Recipe.model_validate(tuned.about["recipe"]), tuned.model.trunk.config
     if recipe.task.reads_table:
         raise UsageError(
-            f"{model}: is a model of variants, and finetune has tested it on folds of its table; for another table run "
+            f"{model}: is a model of variants, which finetune has tested already; for another table, run "
             "`esmshard predict MODEL TABLE`, which prints Spearman's correlation with the measured values"
         )
     if png is not None and tuned.task.names:
-        raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
+        raise UsageError(f"--png {png}: is for contact maps, but {model} predicts none; leave --png out")
     tracks = named_tracks(track or [])
     files = track_files(tracks, family_of(config).tracks, model, "--track ")
     examples = open_tested(data, labels, joined(recipe, config.chains), tuned.task.labels, files, complexes)

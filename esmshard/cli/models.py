@@ -1,4 +1,4 @@
-"""The commands about files of models: `consolidate`, `download` and `push`."""
+"""The commands for model files: `consolidate`, `download` and `push`."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -16,14 +16,14 @@ def consolidate(
     out: Annotated[Path, Option("-o", "--out", help="Directory to make.")],
     to: Annotated[
         Literal["hf", "fair-esm", "esm3-pth"] | None,
-        Option(help="For transformers, or the authors' file of ESM-2 or ESM3; by default for all commands here."),
+        Option(help="For transformers, or the authors' file of ESM-2 or ESM3; by default for esmshard."),
     ] = None,
-    dtype: Annotated[Literal["fp32", "bf16", "fp16"], Option(help="Numbers in the file.")] = "fp32",
-    best: Annotated[bool, Option("--best", help="Use the checkpoint of the best validation, if it was kept.")] = False,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], Option(help="Type of the numbers in the file.")] = "fp32",
+    best: Annotated[bool, Option("--best", help="Use the checkpoint with the best validation, if it exists.")] = False,
     adapter: Annotated[
-        bool, Option("--adapter", help="For a LoRA run: write the adapter for PEFT and the head, not the base model.")
+        bool, Option("--adapter", help="For a LoRA run: write only the adapter (for PEFT) and the head.")
     ] = False,
-    base: Annotated[str | None, Option(metavar="MODEL", help="The base model of a LoRA run, if it was moved.")] = None,
+    base: Annotated[str | None, Option(metavar="MODEL", help="The base model of a LoRA run, if it moved.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Make a model directory from a sharded checkpoint, or convert a model to another file layout."""
@@ -31,7 +31,7 @@ def consolidate(
     from esmshard.progress import say
 
     if adapter and (to not in (None, "hf") or dtype != "fp32"):
-        raise UsageError("--adapter: an adapter is always written in fp32 for PEFT; leave --to and --dtype out")
+        raise UsageError("--adapter: the file is always in fp32 and for PEFT; leave --to and --dtype out")
     how: dict[str, Any] = {"overwrite": overwrite, "best": best, "adapter": adapter, "base": base, "warn": say}
     print(consolidation.consolidate(source, out, to=to, dtype=dtype, **how))
 
@@ -54,7 +54,7 @@ def download(
 
 
 def push(
-    model: Annotated[str, Argument(metavar="MODEL", help="A run that has a model, or a model directory.")],
+    model: Annotated[str, Argument(metavar="MODEL", help="A finished run, or a model directory.")],
     name: Annotated[str, Argument(metavar="OWNER/NAME", help="The repository to make on the hub.")],
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     overwrite: Annotated[bool, Option("--overwrite", help="Add a commit to a repository that exists already.")] = False,

@@ -1,4 +1,4 @@
-"""The options that several commands share, and the words with which the shell completes a command line."""
+"""The options that several commands share, and the words that the shell offers to complete a command line."""
 
 import json
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ RELEASED = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_6
     esm2_t48_15B_UR50D esm1b_t33_650M_UR50S esm1v_t33_650M_UR90S_1 esm1v_t33_650M_UR90S_2 esm1v_t33_650M_UR90S_3
     esm1v_t33_650M_UR90S_4 esm1v_t33_650M_UR90S_5 esmc_300m esmc_600m esmc_6b esm3_sm_open_v1 amplify_120m amplify_350m
     amplify_120m_base amplify_350m_base saprot_35m_af2 saprot_650m_af2 saprot_650m_pdb"""
-"""The names of released models. The registry of model families has the same names, but imports torch, which is slow."""
+"""The names of released models. `FAMILIES` has the same names, but importing it takes seconds (torch)."""
 
 
 def recipes(ctx: Context, incomplete: str) -> list[str]:
-    """Return the names of shipped recipes; YAML files, except for `recipes cp`; and for `launch`, two commands."""
+    """Return shipped recipes, YAML files (not for `recipes cp`) and, for `launch`, the commands that it can run."""
     from esmshard.recipe import recipe_file
 
     files = [] if ctx.info_name == "cp" else sorted(map(str, Path(f"{incomplete}*").parent.glob("*.yaml")))
@@ -25,12 +25,12 @@ def recipes(ctx: Context, incomplete: str) -> list[str]:
 
 
 def models(ctx: Context) -> list[str]:
-    """Return the names of released models, and for all commands except `download` also of the shipped models."""
+    """Return the names of released models, and of the shipped models for all commands except `download`."""
     return [*([] if ctx.info_name == "download" else ["starter", "demo"]), *RELEASED.split()]
 
 
 def recipe_keys(ctx: Context) -> list[str]:
-    """Return all keys of recipes, such as `optim.lr=`, from the file recipes/schema.json."""
+    """Return all recipe keys, such as `optim.lr=`, from the file recipes/schema.json."""
     schema = json.loads((shipped("recipes") / "schema.json").read_text(encoding="utf-8"))
 
     def below(section: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -43,7 +43,7 @@ def recipe_keys(ctx: Context) -> list[str]:
 
     keys = list(dict.fromkeys(below(schema, "")))
     typed: list[str] = ctx.params.get("overrides") or ctx.params.get("arguments") or [""]
-    return [] if typed[-1] == "=" or f"{typed[-1]}=" in keys else keys  # bash divides words at the sign =.
+    return [] if typed[-1] == "=" or f"{typed[-1]}=" in keys else keys  # bash splits a word at =
 
 
 AsJson = Annotated[bool, Option("--json", help="Print everything as JSON.")]
@@ -51,50 +51,45 @@ Complexes = Annotated[
     str | None,
     Option(
         metavar="all|FILE",
-        help="For structures: one record of all chains of a file, or records of a list with lines such as 1abc_A:B.",
+        help="For structures: all makes a record of all chains; FILE lists records such as 1abc_A:B.",
     ),
 ]
 Device = Annotated[
     str | None,
     Option(metavar="DEVICE", help="Where to compute: cpu, cuda, cuda:N or mps; by default the GPU, if there is one."),
 ]
-IdColumn = Annotated[
-    str | None, Option(metavar="COLUMN", help="Column of ids in a table; by default found by its name.")
-]
+IdColumn = Annotated[str | None, Option(metavar="COLUMN", help="Table column with the ids; by default id or similar.")]
 Join = Annotated[
     str | None,
     Option(
         metavar="linker:N,gap:N",
-        help="Join the chains of a record A:B by a linker of N glycines (25), or linker:break, and a gap in positions "
-        "(0).",
+        help="How to join the chains of a record A:B: N glycines (25) or linker:break, and a gap in positions (0).",
     ),
 ]
 LocalProcesses = Annotated[
     int | None, Option(min=1, max=1_024, help="Local processes; by default one for each GPU, or one.")
 ]
 MutantColumn = Annotated[
-    str | None, Option(metavar="COLUMN", help="Column of mutations in a table; by default found by its name.")
+    str | None, Option(metavar="COLUMN", help="Table column with the mutations; by default mutant or similar.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY=VALUE]...", help="Overrides such as optim.lr=1e-4.", autocompletion=recipe_keys),
+    Argument(metavar="[KEY=VALUE]...", help="Changed recipe keys, as optim.lr=1e-4.", autocompletion=recipe_keys),
 ]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an earlier result.")]
 Recipe = Annotated[
-    str,
-    Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).", autocompletion=recipes),
+    str, Argument(help="A recipe file, or the name of a shipped one (esmshard recipes ls).", autocompletion=recipes)
 ]
 SequenceColumn = Annotated[
-    str | None, Option(metavar="COLUMN", help="Column of sequences in a table; by default found by its name.")
+    str | None, Option(metavar="COLUMN", help="Table column with the sequences; by default sequence or similar.")
 ]
 TargetColumn = Annotated[
-    str | None, Option("--target", metavar="COLUMN", help="Column of measured values; by default found by its name.")
+    str | None,
+    Option("--target", metavar="COLUMN", help="Column with the measured values; by default score or similar."),
 ]
 TrackPaths = Annotated[
     list[str] | None,
     Option(
-        "--track",
-        metavar="NAME=PATH",
-        help="A further input of the model, such as 3di=letters.fasta; may be given again.",
+        "--track", metavar="NAME=PATH", help="A further input of the model, such as 3di=letters.fasta (repeatable)."
     ),
 ]

@@ -12,7 +12,7 @@ from esmshard.cli.options import AsJson, Device, LocalProcesses, Overrides, Over
 from esmshard.errors import ExitCode, RunFailed, UsageError
 
 _STARTED = time.time()
-"""The time when this process started, in seconds since 1970. The measurement of goodput begins at this time."""
+"""The time when this process started, in seconds since 1970. The goodput of the run is measured from this time."""
 
 
 def finetune(
@@ -27,31 +27,30 @@ def finetune(
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the planned run, and stop.")] = False,
     profile: Annotated[int, Option(min=0, max=1_000_000, metavar="N", help="Profile N steps with torch.")] = 0,
     stop_after: Annotated[
-        str | None, Option(metavar="TIME", help="Save and leave with exit code 75 after this time, such as 3h50m.")
+        str | None, Option(metavar="TIME", help="After this time, such as 3h50m, save and stop with exit code 75.")
     ] = None,
     max_restarts: Annotated[
-        int, Option(min=0, max=1_000_000, metavar="N", help="Start all processes again after a loss, up to N times.")
+        int, Option(min=0, max=1_000_000, metavar="N", help="Restart all processes up to N times after one is lost.")
     ] = 0,
     seeds: Annotated[
-        int | None,
-        Option(min=1, max=1_000, metavar="N", help="Train N times, each with another seed; after --sweep, 3 times."),
+        int | None, Option(min=1, max=1_000, metavar="N", help="Train N times with different seeds (after --sweep, 3).")
     ] = None,
     folds: Annotated[
         int | None,
-        Option(min=3, max=10_000, metavar="K", help="Cross-validate: K runs, tested on other parts; for variants, 5."),
+        Option(min=3, max=10_000, metavar="K", help="Cross-validate with K runs (for variants, 5 by default)."),
     ] = None,
     sweep: Annotated[
-        Path | None, Option(metavar="FILE", help="Search the settings that this file names, by the validation set.")
+        Path | None, Option(metavar="FILE", help="Search for the best values of the settings in this file.")
     ] = None,
     trials: Annotated[
-        int | None, Option(min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or the whole grid.")
+        int | None, Option(min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or all of a grid.")
     ] = None,
     page: Annotated[bool, Option("--report/--no-report", help="Write report.html at the end.")] = True,
     take_over: Annotated[
         bool, Option("--take-over", help="Use the directory of a run that has ended on another machine.")
     ] = False,
 ) -> None:
-    """Fine-tune a model by a recipe: train, consolidate, evaluate."""
+    """Fine-tune a model with a recipe: train, consolidate, evaluate."""
     from esmshard.api import runs
     from esmshard.parallel import launch
 
@@ -62,7 +61,7 @@ def finetune(
     try:
         options = runs.RunOptions(**how, report=page, take_over=take_over, started=_STARTED)
         runs.start(recipe, overrides or [], options)
-    except RunFailed as failed:  # The processes have printed the reason.
+    except RunFailed as failed:  # The processes of the run have printed the reason.
         if failed.exit_code == ExitCode.INTERRUPTED:
             raise KeyboardInterrupt from None
         raise SystemExit(failed.exit_code) from None
@@ -73,8 +72,8 @@ def plan(
     overrides: Overrides = None,
     gpus: Annotated[str, Option(metavar="NxGPU", help="GPUs of one machine, such as 8xA100-40GB.")] = "",
     nodes: Annotated[int, Option(help="Number of machines.")] = 1,
-    network: Annotated[float, Option(metavar="GBIT", help="Gbit/s of each GPU between machines.")] = 200,
-    memory: Annotated[float | None, Option(metavar="GB", help="Memory of a GPU, for a card that is not known.")] = None,
+    network: Annotated[float, Option(metavar="GBIT", help="Network speed of each GPU in Gbit/s.")] = 200,
+    memory: Annotated[float | None, Option(metavar="GB", help="Memory of a GPU that is not in the list.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy, without a GPU or weights."""
@@ -82,14 +81,14 @@ def plan(
     from esmshard.recipe import recipe_file
 
     if not gpus:
-        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known are {', '.join(planner.GPUS)}")
+        raise UsageError(f"--gpus is missing; pass, for example, 8xA100-40GB; known GPUs are {', '.join(planner.GPUS)}")
     machines = planner.parse(gpus, nodes, network, memory)
     estimate = planner.plan(recipe_file.load(recipe_file.resolve(recipe), overrides or []), machines)
     print(json.dumps(estimate.as_json(), indent=1) if as_json else estimate.as_text())
 
 
 def status(
-    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, or of the runs of several folds or seeds.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, or of several runs (folds or seeds).")],
     as_json: AsJson = False,
 ) -> None:
     """Print the state of a run. Exit code: 0 done, 3 running, 75 preempted, 1 failed, 2 no run."""
@@ -103,7 +102,7 @@ def status(
 
 
 def report(
-    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, done or not, or of runs of variants.")],
+    run: Annotated[Path, Argument(metavar="RUN", help="Directory of a run, finished or not, or of several runs.")],
     out: Annotated[Path | None, Option("-o", "--out", help="File to write; by default RUN/report.html.")] = None,
 ) -> None:
     """Write an HTML page about a run: curves, metrics of model and baselines, predictions, speed, memory and time."""

@@ -1,1 +1,1 @@
-"""Makes jobs for Slurm and Kubernetes (`esmshard launch`), and checks machines (`esmshard doctor`)."""
+"""Jobs for Slurm and Kubernetes (`esmshard launch`), and checks of machines (`esmshard doctor`)."""

@@ -1,4 +1,4 @@
-"""The command `esmshard doctor`: reports problems of this machine, or of all machines of a job, and how to fix them."""
+"""The command `esmshard doctor`, which reports problems of a machine, or of all machines of a job, and their fixes."""
 
 import json
 import os
@@ -31,25 +31,25 @@ from esmshard.recipe.sections import Recipe
 
 Level = Literal["ok", "note", "warning", "error"]
 ANSWER = 30.0
-"""How many seconds the program nvidia-smi may take. nvidia-smi hangs if a GPU hangs."""
+"""How many seconds to wait for the program nvidia-smi, which hangs if a GPU hangs."""
 START = 120
-"""How many seconds the processes of `doctor` wait for each other to start and to answer."""
+"""How many seconds the processes of `doctor` wait for each other."""
 _NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One result of a check, for the report. A warning and an error always have a `fix`."""
+    """The result of a check. A warning or an error always has a `fix`."""
 
     check: str  # the name of the check: versions, gpus, machine, disks, recipe or collectives
     level: Level
-    found: str  # a sentence that says what the check found
+    found: str  # the result as a sentence
     fix: str = ""
     node: str = ""  # the host name of the machine; empty for all machines together
 
 
 class Card(NamedTuple):
-    """One GPU, with the values that its driver reports. The total and the free memory are in bytes."""
+    """One GPU as its driver reports it, with the total and the free memory in bytes."""
 
     name: str
     driver: str
@@ -66,15 +66,15 @@ def run(
 ) -> int:
     """Check this machine, connect the processes, and print the report on stdout.
 
-    Under a launcher (torchrun, srun), all processes connect, and the first process of each machine checks the machine.
-    The first process of all prints the report. Without a launcher, this function starts `nproc` processes: by default
-    one for each GPU, or two without a GPU (one on a single core).
+    Under a launcher (torchrun, srun), the first process of each machine checks the machine, and rank 0 prints the
+    report. Without a launcher, this function starts `nproc` processes: by default one for each GPU, or two without a
+    GPU (one on a single core).
 
     Returns:
-        The exit code: 1 if the report has an error, otherwise 0. It is 0 for processes that print no report.
+        The exit code: 1 if this process prints a report with an error, otherwise 0.
 
     Raises:
-        UsageError: if the recipe or the options are wrong.
+        UsageError: if the recipe or an option is wrong.
     """
     import torch
 
@@ -82,7 +82,7 @@ def run(
     from esmshard.parallel.process_group import is_launched, processes_per_machine
 
     if recipe is None and overrides:
-        raise UsageError(f"{overrides[0]}: name the recipe whose key this is")
+        raise UsageError(f"{overrides[0]}: there is no recipe; name the recipe before its overrides")
     resolved = recipe_file.load(recipe_file.resolve(recipe), overrides) if recipe else None
     processes = nproc or torch.cuda.device_count() or min(2, cpu_limits.cores())
     if is_launched():
@@ -98,7 +98,7 @@ def run(
 
 
 def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterator[Finding]:
-    """Yield the results of all checks that one process can do alone on its machine."""
+    """Yield the results of all checks that need only one process."""
     cards: list[Card] = []
     try:
         cards = gpus()
@@ -109,7 +109,7 @@ def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterato
     yield from _cuda(cards)
     for n, card in enumerate(cards):
         busy = card.total - card.free > 0.1 * card.total
-        fix = "wait for its programs or end them (nvidia-smi), or choose GPUs with CUDA_VISIBLE_DEVICES" if busy else ""
+        fix = "end the programs that nvidia-smi lists, or choose GPUs with CUDA_VISIBLE_DEVICES" if busy else ""
         text = f"GPU {n}: {card.name}, {memory_text(card.free)} of {memory_text(card.total)} free"
         yield Finding("gpus", "warning" if busy else "ok", text, fix)
     cores, shared = cpu_limits.cores(), Path("/dev/shm")  # noqa: S108
@@ -117,7 +117,7 @@ def _machine(recipe: Recipe | None, processes: int, out: Path | None) -> Iterato
     yield Finding("machine", "warning" if fix else "ok", f"{cores} cores for {processes} processes", fix)
     if shared.is_dir() and (size := shutil.disk_usage(shared)).free < 1 << 30:
         text = f"{shared}, for the exchange of tensors, has {memory_text(size.free)} of {memory_text(size.total)} free"
-        yield Finding("machine", "warning", text, "docker run --shm-size=16g, or remove what ended jobs left there")
+        yield Finding("machine", "warning", text, "docker run --shm-size=16g, or remove the files of ended jobs")
     yield from _disks(out or (Path(recipe.out) if recipe else Path.cwd()))
     if recipe is not None:
         yield from _recipe(recipe, cards, processes)
@@ -139,7 +139,7 @@ def _packages() -> Iterator[Finding]:
             yield Finding("versions", "error", text, f"pip install '{name}{wanted.specifier}'")
     if "esm" in installed and "fair-esm" in installed:
         spec = find_spec("esm")
-        text = f"fair-esm and esm are both installed, and both own the package `esm` ({spec and spec.origin})"
+        text = f"fair-esm and esm are both installed, and both contain the package `esm` ({spec and spec.origin})"
         fix = "keep one: pip uninstall --yes esm fair-esm && pip install fair-esm==2.0.0"
         yield Finding("versions", "warning", text, fix)
 
@@ -158,7 +158,7 @@ def _cuda(cards: Sequence[Card]) -> Iterator[Finding]:
         yield Finding("versions", "error", f"{driver}, but torch is built without CUDA", build)
         return
     try:
-        torch.ones(1, device="cuda").sum().item()  # fails with a reason if the driver or the build is too old
+        torch.ones(1, device="cuda").sum().item()  # raises an error if the driver or the build is too old
         nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
         yield Finding("versions", "ok", f"{driver}, CUDA {torch.version.cuda}, NCCL {nccl}")
     except (RuntimeError, AssertionError) as error:
@@ -176,7 +176,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def gpus() -> list[Card]:
-    """Return the GPUs that the driver reports; an empty list without nvidia-smi. Raises the errors of `nvidia_smi`."""
+    """Return the GPUs that the driver reports; none without nvidia-smi. Raises the errors of `nvidia_smi`."""
     if shutil.which("nvidia-smi") is None:
         return []
     fields = "name,driver_version,memory.total,memory.free"
@@ -209,7 +209,7 @@ def _disks(out: Path) -> Iterator[Finding]:
 
 
 def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[Finding]:
-    """Check whether the data and the weights of a recipe exist, and whether the run fits. Nothing is downloaded."""
+    """Check, without downloads, that the data and weights of a recipe exist, and that the run fits into memory."""
     from huggingface_hub import constants
 
     from esmshard.data.splits.variant_records import FOLDS
@@ -234,7 +234,7 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
     try:
         job = prepare(recipe, processes * nodes, processes, own_device(0, 1))
         size = f"{n_parameters(job.weights.config):,} parameters, {job.steps} steps"
-        yield Finding("recipe", "ok", f"data and weights are there: {recipe.task.name}, {size}")
+        yield Finding("recipe", "ok", f"data and weights exist: {recipe.task.name}, {size}")
         if not cards:
             return
         card = min(cards, key=lambda card: card.total)
@@ -251,22 +251,22 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
             yield Finding("recipe", "error", f"{wanted.strategy} does not fit on {machines}", fix)
     except (InputError, OSError) as error:
         text, _, fix = str(error).partition("; ")
-        yield Finding("recipe", "error", text, fix or "correct what this names, in the recipe or its files")
+        yield Finding("recipe", "error", text, fix or "correct the recipe or its files")
 
 
 def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
-    """Connect all processes, compare their software versions, and time an all-reduce.
+    """Connect all processes, compare their software versions, and measure the speed of an all-reduce.
 
-    Return the findings about all machines on the first rank, and None on other ranks. If the processes cannot connect,
-    a process that checked its machine returns the findings about this machine and the error.
+    Return the findings about all machines on rank 0, and None on other ranks. If the processes cannot connect, a
+    process that checked its machine returns the findings about this machine and the error.
     """
     import torch
-    import torch.distributed as dist  # noqa: TID251  # a measurement outside of a run
+    import torch.distributed as dist  # noqa: TID251  # a measurement, not a run
 
     from esmshard.parallel.process_group import world
 
     with tempfile.TemporaryDirectory(prefix="esmshard_doctor_") as name:
-        # Only this log says which network NCCL uses. NCCL reads the two variables when it starts.
+        # Only the log of NCCL says which network it uses. NCCL reads these variables when it starts.
         os.environ |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_FILE": f"{name}/nccl"}
         try:
             with world(START, alone_too=True) as ranks:
@@ -278,17 +278,17 @@ def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
                 numbers = torch.zeros((64 if on_gpu else 4) << 20, device=ranks.device)
                 times = []
                 for _ in range(6):
-                    ranks.rows([0.0])  # so that all ranks begin at the same time
+                    ranks.rows([0.0])  # waits until all ranks are here
                     began = time.perf_counter()
                     dist.all_reduce(numbers)
-                    ranks.rows([float(numbers[0])])  # this read waits until the device has finished
+                    ranks.rows([float(numbers[0])])  # waits until the device has finished
                     times.append(time.perf_counter() - began)
                 log = Path(name, "nccl").read_text(errors="replace") if Path(name, "nccl").is_file() else ""
                 networks = sorted(set(_NETWORK.findall(log)))
                 of_ranks = ranks.gather((list(of_machine), versions, socket.gethostname(), networks))
         except Exception as error:  # an error of gloo, NCCL or CUDA
             text = f"the processes did not work together: {' '.join(str(error).split())[:300]}"
-            fix = "fix the errors above first; then check MASTER_ADDR, the network, and firewalls between the machines"
+            fix = "fix the errors above first; then check MASTER_ADDR, the network and the firewalls between machines"
             return [*of_machine, Finding("collectives", "error", text, fix)] if of_machine else None
     if not ranks.is_first:
         return None
@@ -299,7 +299,7 @@ def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
             text = f"{what} differs: {', '.join(f'{value} on {host}' for host, value in values.items())}"
             fix = "start all processes in one image or environment"
             findings.append(Finding("collectives", "warning" if what == "GPU" else "error", text, fix))
-    bus = 2 * numbers.nbytes / min(times[1:]) * (ranks.size - 1) / ranks.size  # as in NVIDIA's nccl-tests
+    bus = 2 * numbers.nbytes / min(times[1:]) * (ranks.size - 1) / ranks.size  # bytes/s, as in NVIDIA's nccl-tests
     networks = sorted({network for *_, used in of_ranks for network in used})
     text = f"{ranks.size} processes: all-reduce of {size_text(numbers.nbytes)} at {bus / 1e9:.2f} GB/s bus bandwidth"
     findings.append(Finding("collectives", "ok", text + (f", network {', '.join(networks)}" if networks else "")))
@@ -315,7 +315,7 @@ def _together(of_machine: Sequence[Finding]) -> list[Finding] | None:
 
 
 def _show(findings: Sequence[Finding], as_json: bool) -> int:
-    """Print the report on stdout, and return the exit code: 1 if the report has an error, otherwise 0."""
+    """Print the report on stdout. Return the exit code: 1 if the report has an error, otherwise 0."""
     hosts = list(dict.fromkeys(finding.node for finding in findings if finding.node))
     counts = {level: sum(finding.level == level for finding in findings) for level in ("error", "warning")}
     code = int(counts["error"] > 0)

@@ -1,11 +1,11 @@
-"""The command `esmshard launch`: makes a `Job` from options, writes the job file for a scheduler, and submits the file.
+"""The command `esmshard launch`, which writes the job file for a scheduler, and submits the file.
 
-The file is made from the template `templates/slurm.sh` or `templates/kubernetes.yaml`, or from `--template FILE`. A
-template is Jinja2 text with these variables: `job` (a `Job`), `site` (the site profile), and the values that the
-functions `_slurm` or `_kubernetes` return. A filter quotes every text that a user can choose: `quote` for bash,
-`quoted` and `block` for YAML, and `literal` where the kubelet would replace `$(NAME)`.
+The file is made from a Jinja2 template: `templates/slurm.sh`, `templates/kubernetes.yaml`, or `--template FILE`. Its
+variables are `job` (a `Job`), `site` (the site profile), and the values that `_slurm` or `_kubernetes` returns. Every
+text that a user can choose needs a filter: `quote` for bash, `quoted` and `block` for YAML, and `literal` where the
+kubelet would replace `$(NAME)`.
 
-Facts about Slurm are from its manual and were observed on Slurm 22.05. Kubernetes must have version 1.31 or later.
+The behaviour of Slurm was observed on version 22.05. Kubernetes must have version 1.31 or later.
 """
 
 import json
@@ -31,61 +31,57 @@ Target = Literal["slurm", "kubernetes"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".job.yaml"}
-"""The ending of the job file's name for each scheduler. A recipe may have the same name, so its ending must differ."""
+"""The ending of the job file for each scheduler. It must differ from the ending of a recipe with the same name."""
 COMMANDS: dict[Target, tuple[str, ...]] = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
-"""The command that submits the job file to each scheduler. The path of the file is the last argument."""
+"""The command that submits a job file to each scheduler. The path of the file is the last argument."""
 MAX_RESTARTS = 3
-"""The maximum number of restarts of a job after the loss of a process or a node. `doctor` is never restarted."""
+"""How often a job may restart after it loses a process or a node. `doctor` never restarts."""
 GRACE = 660
-"""How many seconds a pod may take to end after SIGTERM, before SIGKILL. `--nproc N` kills its processes after 600 s."""
+"""The seconds between SIGTERM and SIGKILL for a pod. `--nproc N` kills its processes after 600 seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One job for Slurm or Kubernetes: a run or a check on one or more nodes, or an array of workers of `embed`."""
+    """A job for Slurm or Kubernetes: a run, a check of nodes, or several workers of `embed`."""
 
     name: str
-    """The name of the job, which may be any text. Characters that the scheduler does not allow are replaced."""
+    """Any text. Characters that the scheduler does not allow are replaced."""
     kind: Literal["finetune", "embed", "doctor"]
-    """The command of the job. `finetune` and `doctor` use all nodes together. `embed` has `array` separate workers."""
+    """The command. `finetune` and `doctor` use all nodes together. `embed` has `array` separate workers."""
     arguments: tuple[str, ...]
-    """The arguments of the command `esmshard`, such as ("finetune", "/my.yaml", "--resume", "auto"). The template adds
-    others. On Kubernetes, the recipe is the name of a shipped recipe, or a path in the pods.
-    """
+    """The arguments of `esmshard`, such as ("finetune", "/my.yaml", "--resume", "auto"). The template adds others. On
+    Kubernetes, the recipe is a shipped recipe, or a path in the pods."""
     out: str
-    """The directory of a run, where its status.json is. For `embed`, the path of the output."""
+    """The directory of a run, or the output of `embed`."""
     directory: str = "/"
-    """The working directory of the command on Slurm. Paths in `arguments` are relative to this directory."""
+    """The working directory of the command on Slurm. Paths in `arguments` are relative to it."""
     reads: tuple[str, ...] = ()
-    """The paths of recipe, data and model. The nodes must be able to read these files and directories."""
+    """The paths of recipe, data and model, which must exist on the nodes."""
     nodes: int = 1
     """The maximum number of nodes of a run."""
     min_nodes: int = 1
-    """The minimum number of nodes with which a run goes on after it loses a node; equal to `nodes` without a range."""
+    """The minimum number of nodes with which a run continues after it loses a node."""
     gpus_per_node: int = 0
     nproc: int = 1
     """The number of processes on each node."""
     starts_processes: bool = False
-    """Whether the command `esmshard` itself starts the `nproc` processes of a node, for `embed` and cross-validations.
-    Otherwise srun starts each process, or torchrun if there are several pods.
-    """
+    """Whether `esmshard` itself starts the processes of a node, as for `embed` and cross-validation. Otherwise srun, or
+    torchrun in several pods, starts them."""
     array: int = 1
-    """The number of workers of `embed`. Each worker is one task of a Slurm job array, or one pod of Kubernetes."""
+    """The number of workers of `embed`. Each worker is a task of a Slurm job array, or a pod."""
     time: str | None = None
-    """The time limit of the job on Slurm. None for the time limit in the site profile."""
+    """The time limit on Slurm; None for the time limit in the site profile."""
     recipe_text: str | None = None
-    """The content of the user's recipe file, which is copied into the manifest for Kubernetes. None for a shipped
-    recipe, on Slurm, and for `embed`.
-    """
+    """The user's recipe file, which the job file for Kubernetes contains. None on Slurm and for shipped recipes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command-line options of `esmshard launch`. None stands for an option that the user did not give."""
+    """The options of `esmshard launch`. None means that the user did not set an option."""
 
     target: Target
     nodes: str | None = None
-    """The number of nodes, such as `2`. On Kubernetes also a range, such as `1:2` for at least one and at most two."""
+    """The number of nodes, such as `2`; on Kubernetes also a range, such as `1:2` (minimum, maximum)."""
     gpus_per_node: int | None = None
     nproc: int | None = None
     time: str | None = None
@@ -101,18 +97,18 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     least, most = _nodes(options.nodes)
     on_each_fold = resolved.divides_table
     for refused, why in (
-        (options.array, "--array is for embed; launch each run by itself, with train.seed=N and out=DIR"),
+        (options.array, "--array is for embed; launch each run separately, with train.seed=N and out=DIR"),
         (
             slurm and least != most,
-            f"--nodes {options.nodes}: Slurm gives a job a fixed number of nodes; type --nodes {most}",
+            f"--nodes {options.nodes}: a Slurm job has a fixed number of nodes; pass --nodes {most}",
         ),
         (
             on_each_fold and most > 1,
-            "--nodes: a table of variants is cross-validated on one node; leave it out, or set data.folds",
+            "--nodes: cross-validation of variants uses one node; leave it out, or set data.folds",
         ),
         (
             resolved.adapt.method == "probe" and (most > 1 or (options.nproc or 1) > 1),
-            "adapt.method probe: is fitted in one process; leave --nodes and --nproc out",
+            "adapt.method probe: runs in one process; leave --nodes and --nproc out",
         ),
     ):
         if refused:
@@ -120,7 +116,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     gpus = _gpus(options, site)
     nproc = options.nproc or (1 if resolved.adapt.method == "probe" else max(1, gpus))
     for nodes in () if on_each_fold else sorted({least, most}):
-        layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises `UsageError` for an impossible layout
+        layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises `UsageError` if the layout is impossible
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
     data = resolved.data
     reads = [data.train, data.valid, data.test, data.labels, data.mask, data.complexes, data.clusters, data.table]
@@ -128,7 +124,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
     reads += [None if shipped else _absolute(str(path))]
     arguments = ["finetune", recipe if shipped else _absolute(str(path)), *overrides]
     text = None
-    if not slurm and not shipped:  # The paths in the recipe are relative to the volume.
+    if not slurm and not shipped:  # Paths in the recipe are relative to the volume in the pods.
         text = path.read_text(encoding="utf-8")
         arguments[1] = f"{site.kubernetes.mount}/{_file_name(path.stem)}.yaml"
     return Job(
@@ -137,7 +133,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         arguments=(*arguments, "--resume", "auto"),
         out=resolved.out if slurm else _in_pods(resolved.out, site),
         directory=str(Path.cwd()),
-        # Only absolute paths: names of sample data and of released models are not paths.
+        # Other values are names of sample data and released models.
         reads=tuple(sorted({read for read in reads if read is not None and read.startswith("/")})),
         nodes=most,
         min_nodes=least,
@@ -150,18 +146,18 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
 
 
 def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Options, site: Site) -> Job:
-    """Return the job that runs `esmshard embed` in workers that write one output together.
+    """Return the job whose workers run `esmshard embed` and write one output together.
 
-    `arguments` are the arguments of `esmshard embed` as the user typed them, and `parsed` are their values by name.
-    Raises `UsageError` if an option is wrong, or does not suit workers that begin at different times.
+    `arguments` are the words that the user typed after `embed`, and `parsed` are the values of its arguments. Raises
+    `UsageError` if an option is wrong, or impossible with several workers.
     """
     out: Path | None = parsed["out"]
     for refused, why in (
-        (options.nodes, "--nodes: workers of embed are independent of each other; pass their number as --array N"),
+        (options.nodes, "--nodes: embed has workers instead of nodes; pass their number as --array N"),
         (out is None, "-o: name the file to write, or the directory, after the --, such as -o my.h5"),
         (str(parsed["fasta"]) == "-", "-: a job has no standard input; name the FASTA file or the store"),
-        (parsed["overwrite"], "--overwrite: lets each worker remove the others' results; leave it out"),
-        (parsed["dry_run"], "--dry-run: is for a single command; leave it out"),
+        (parsed["overwrite"], "--overwrite: each worker would remove the results of others; leave it out"),
+        (parsed["dry_run"], "--dry-run: is not for jobs; leave it out"),
         (parsed["engine"] != "local" or parsed["worker"], "--engine, --worker: launch sets them; leave them out"),
     ):
         if refused:
@@ -173,7 +169,7 @@ def embed_job(arguments: Sequence[str], parsed: Mapping[str, Any], options: Opti
     elif site.gpus_per_node is None and (options.nproc or parsed["nproc"]):
         gpus = 0
     reads = [str(path) for path in (parsed["fasta"], parsed["reuse"]) if path is not None]
-    if os.sep in parsed["model"] or Path(parsed["model"]).exists():  # otherwise it is the name of a released model
+    if os.sep in parsed["model"] or Path(parsed["model"]).exists():  # not the name of a released model
         reads.append(parsed["model"])
     reads += [path for path in named_tracks(parsed["track"] or ()).values() if path != INSIDE]
     array = options.array or 1
@@ -215,19 +211,19 @@ def doctor_job(arguments: Sequence[str], options: Options, site: Site) -> Job:
 
 
 def render(job: Job, site: Site, target: Target, template: Path | None = None) -> str:
-    """Return the text of the job file for the scheduler, from the file `template` or the shipped template.
+    """Return the text of the job file, made from the file `template` or the shipped template.
 
-    Raises `UsageError` if a value cannot be written for the scheduler, the profile lacks a key, or a template is wrong.
+    Raises `UsageError` if a value or the template is wrong, or the site profile lacks a key.
     """
     from jinja2 import Environment, StrictUndefined, TemplateError
 
     unusable = "[\0]" if target == "slurm" else "[\0\ud800-\udfff]"  # names of files need not be Unicode
     for text in (*job.arguments, *site.exports.values(), job.recipe_text or ""):
         if re.search(unusable, text):
-            raise UsageError(f"{text!r}: holds a character that cannot be given to the job; remove it")
+            raise UsageError(f"{text!r}: contains a character that is not allowed in a job file; remove the character")
     path = template or TEMPLATES / {"slurm": "slurm.sh", "kubernetes": "kubernetes.yaml"}[target]
     values = _slurm(job, site) if target == "slurm" else _kubernetes(job, site)
-    # Jinja2's HTML escapes are off, because the file is not HTML. The filters below quote the texts.
+    # The filters below quote texts, instead of the HTML escapes of Jinja2.
     environment = Environment(  # noqa: S701
         trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
     )
@@ -242,28 +238,28 @@ def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
     """Write the text of a job file to `path`.
 
     Raises:
-        UsageError: if the file exists with another text and `overwrite` is not set, or if the job reads this file.
+        UsageError: if the file exists with another text, without `overwrite`, or if the job reads this file.
         InputError: if the file cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
     try:
         if path.exists() and any(Path(read).exists() and path.samefile(read) for read in reads):
-            raise UsageError(f"{path}: is what the job reads; choose another file with -o")
+            raise UsageError(f"{path}: is an input of the job; choose another file with -o")
         if path.exists() and path.read_bytes() != raw and not overwrite:
-            raise UsageError(f"{path}: exists already; choose another one with -o, or pass --overwrite")
+            raise UsageError(f"{path}: exists already; choose another file with -o, or pass --overwrite")
         path.write_bytes(raw)
     except OSError as error:
         raise InputError(f"{path}: cannot be written ({(error.strerror or str(error)).lower()})") from None
 
 
 def submit(path: Path, target: Target) -> str:
-    """Submit a job file. Return the scheduler's answer. If this machine has no scheduler, return a command to type on
+    """Submit a job file, and return the answer of the scheduler. Without a scheduler, return the command to type on
     another machine. Raises `InputError` if the scheduler refuses the file.
     """
     program, *arguments = COMMANDS[target]
     file = str(path) if path.is_absolute() else f"./{path}"  # a name that begins with - would be an option
     if (executable := shutil.which(program)) is None:
-        return f"there is no {program} here; where there is one: {' '.join([program, *arguments, quote(file)])}"
+        return f"no {program} on this machine; type on another: {' '.join([program, *arguments, quote(file)])}"
     done = subprocess.run([executable, *arguments, file], check=False, capture_output=True, text=True)  # noqa: S603
     answer = "; ".join(line for line in (done.stderr + done.stdout).splitlines() if line.strip())
     if done.returncode:
@@ -272,24 +268,24 @@ def submit(path: Path, target: Target) -> str:
 
 
 def default_file(job: Job, target: Target) -> Path:
-    """Return the default path of the job file: the name of the job and an ending, in the working directory."""
+    """Return the default path of the job file, in the working directory."""
     return Path(_file_name(job.name) + ENDINGS[target])
 
 
 def _slurm(job: Job, site: Site) -> dict[str, Any]:
-    """Return the variables of the template for Slurm, except `job` and `site`. Raises `UsageError` if the profile lacks
-    a key, or the container does not see a path of the job.
-    """
+    """Return the template variables for Slurm. Raises `UsageError` if the profile lacks a key or a mount."""
     container, tasks = site.container, 1 if job.starts_processes else job.nproc
     if container.runtime == "none" and site.python is None:
-        raise UsageError("python: the job needs an interpreter; set it in the site profile")
+        raise UsageError("python: the job needs a Python interpreter; set its path in the site profile")
     places = [*container.mounts, *([job.directory] if job.directory != "/" else [])]
     mounts = [place if ":" in place else f"{place}:{place}" for place in places]
     if container.runtime != "none":
         if not container.image:
             raise UsageError(f"container.runtime is {container.runtime}; set container.image in the site profile, too")
         if re.search(r"[:,\s]", job.directory):
-            raise UsageError(f"{job.directory}: a container cannot mount a path with ':', ',' or a blank; rename it")
+            raise UsageError(
+                f"{job.directory}: a container cannot mount a path with ':', ',' or a blank; rename the directory"
+            )
         used = [*job.reads, *([] if job.kind == "doctor" or remote.address(job.out) else [job.out])]
         used = [os.path.normpath(os.path.join(job.directory, path)) for path in used]  # noqa: PTH118
         seen = [mount.split(":")[1] for mount in mounts]
@@ -300,7 +296,7 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
     if job.gpus_per_node and site.slurm.cpus_per_gpu is not None:
         cores = max(1, site.slurm.cpus_per_gpu * job.gpus_per_node // tasks)
     arguments = [quote(argument) for argument in job.arguments]
-    if job.nodes * tasks == 1:  # srun starts a single command, so the command must start its processes itself
+    if job.nodes * tasks == 1:  # The only command that srun starts must start the other processes itself.
         arguments += ["--nproc", str(job.nproc)]
     return {
         "name": _file_name(job.name),
@@ -317,24 +313,22 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
 
 
 def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
-    """Return the variables of the template for Kubernetes, except `job` and `site`. Raises `UsageError` if the profile
-    lacks the image or the volume claim.
-    """
+    """Return the template variables for Kubernetes. Raises `UsageError` if the profile lacks the image or the claim."""
     wanted, image = site.kubernetes, site.container.image or ""
     if not image or image.startswith("/") or image.endswith((".sif", ".sqsh")):
-        raise UsageError("container.image: Kubernetes needs an image of a registry; set its name in the site profile")
+        raise UsageError("container.image: Kubernetes needs an image in a registry; set its name in the site profile")
     if not wanted.claim:
         raise UsageError(
             "kubernetes.claim: the pods need a volume for data and results; set it in the site profile to the name of "
             "a PersistentVolumeClaim"
         )
     pods = job.array if job.kind == "embed" else job.nodes
-    # In Kubernetes, the name of a Service must begin with a letter, and has at most 63 characters with a pod's index.
+    # The name of a Service must begin with a letter. The name of a pod (with index) has at most 63 characters.
     name = re.sub(r"[^a-z0-9]+", "-", job.name.lower()).strip("-")
     name = name if re.match("[a-z]", name) else f"esmshard-{name}".rstrip("-")
     exports = {
         "HOME": "/tmp",  # noqa: S108  # the template mounts a volume here
-        "USER": "esmshard",  # the image may not know the user id, but torch needs a name
+        "USER": "esmshard",  # torch needs a name, and the image may not know the user id
         "ESMSHARD_CACHE": "/tmp/esmshard",  # noqa: S108
     }
     limits = {}
@@ -356,7 +350,7 @@ def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
         "grace": GRACE,
         "wrapper": (TEMPLATES / "torchrun_wrapper.sh").read_text(encoding="utf-8"),
         "status": f"{job.out}/status.json" if job.kind == "finetune" else "",
-        # The run and the wrapper must use the same directory, whatever the recipe's `out` is. YAML parses this value.
+        # The run must use the directory of the wrapper, not `out` of the recipe. YAML parses this value.
         "out": f"out={job.out if re.fullmatch(r'/[a-zA-Z0-9_./-]+', job.out) else json.dumps(job.out)}",
         "exports": exports | site.exports,
         "rdma": any(re.search("rdma|hca|infiniband", resource) for resource in wanted.resources),
@@ -374,13 +368,13 @@ def _file_name(name: str) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """Return the value as JSON text. Every YAML parser reads this text as the same value."""
+    """Return the value as JSON, which every YAML parser reads as the same value."""
     text = json.dumps(value, ensure_ascii=False)
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in text)
 
 
 def _block(text: str, indent: int) -> str:
-    """Return the text as a YAML block, which is easy to read. If a block cannot keep all characters, quote the text."""
+    """Return the text as a YAML block; or quoted, if a block would change characters."""
     lines = text.split("\n")
     if lines.pop() or not lines or not all(line.isprintable() for line in lines):
         return _quoted(text)
@@ -388,7 +382,7 @@ def _block(text: str, indent: int) -> str:
 
 
 def _literal(text: str) -> str:
-    """Escape a text for the kubelet of Kubernetes, which replaces `$(NAME)` and reads `$$` as `$`."""
+    """Escape a text for the kubelet, which replaces `$(NAME)` and reads `$$` as `$`."""
     return re.sub(r"\$(?=[$(])", "$$", text)
 
 
@@ -396,19 +390,19 @@ def _time(options: Options) -> str | None:
     if options.time is None:
         return None
     if options.target != "slurm":
-        raise UsageError("--time is for Slurm only; leave it out, because jobs for Kubernetes have no time limit")
+        raise UsageError("--time is for Slurm; leave it out, because jobs on Kubernetes have no time limit")
     if not re.fullmatch(r"\d[\d:-]*", options.time, re.ASCII):
         raise UsageError(f"--time {options.time!r}: a time such as 24:00:00, 2-12:00:00 or 90 (minutes) is expected")
     return options.time
 
 
 def _nodes(text: str | None) -> tuple[int, int]:
-    """Return the minimum and the maximum number of nodes in a text such as `2` or `1:2`; 1 and 1 for None."""
+    """Return the minimum and the maximum number of nodes for a text such as `2` or `1:2`."""
     if text is None:
         return 1, 1
     parts = re.fullmatch(r"([1-9]\d{0,4})(?::([1-9]\d{0,4}))?", text, re.ASCII)
     if parts is None or int(parts[2] or parts[1]) < int(parts[1]):
-        raise UsageError(f"--nodes {text}: a number of nodes such as 2 is expected, or a lowest and a highest one, 1:2")
+        raise UsageError(f"--nodes {text}: a number of nodes such as 2, or a range such as 1:2, is expected")
     return int(parts[1]), int(parts[2] or parts[1])
 
 
@@ -420,8 +414,8 @@ def _gpus(options: Options, site: Site) -> int:
     if options.nproc is not None:
         return 0
     raise UsageError(
-        "the number of GPUs of a node is not known; pass --gpus-per-node N (0 for none), or set gpus_per_node in the "
-        "site profile"
+        "the number of GPUs on each node is not known; pass --gpus-per-node N (0 for none), or set gpus_per_node in "
+        "the site profile"
     )
 
 
@@ -430,7 +424,7 @@ def _absolute(path: str) -> str:
 
 
 def _in_pods(path: str, site: Site) -> str:
-    """Convert a path below the working directory to the path in the pods. Return any other path unchanged."""
+    """Return the path in the pods for a path in the working directory, and any other path unchanged."""
     if not Path(path).is_relative_to(Path.cwd()):
         return path
     return str(PurePosixPath(site.kubernetes.mount) / Path(path).relative_to(Path.cwd()))

@@ -239,7 +239,6 @@ def write_track(track: Track, source: Path, store: TokenStore, out: Path) -> Tra
 
 
 def _write(track: Track, source: Path, store: TokenStore, directory: Path) -> list[str]:
-    """Write the array files of a track. Return notices about the source."""
     if store.linker is not None:
         raise InputError(
             f"{source}: {track.title} are read for records of one chain, and some records have several chains; make "

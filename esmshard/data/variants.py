@@ -139,7 +139,7 @@ def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
         text = text.removesuffix(STOP)
     if len(text) != len(wild_type):
         raise RefusedVariant(f"{shown(sequence)} has {counted(len(text), 'residue')}, the wild type {len(wild_type):,}")
-    if not text.isascii():  # upper() would turn some letters into two.
+    if not text.isascii():  # `upper` turns some of the other letters into two letters.
         raise RefusedVariant(f"{shown(sequence)} is no sequence in one-letter codes")
     text = text.upper()
     differ_L = np.frombuffer(text.encode(), np.uint8) != np.frombuffer(wild_type.encode(), np.uint8)
@@ -150,9 +150,9 @@ def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
     return mutations
 
 
-_ENOUGH = 0.99  # An automatic shift must fit at least this share of the mutations,
-_FEWEST = 5  # and at least this number of sites (1 letter in 17 matches by chance).
-_PROPOSED = 3  # An error message proposes a shift that fits at least this number of sites.
+_ENOUGH = 0.99  # An automatic shift fits at least this share of the mutations.
+_FEWEST = 5  # An automatic shift fits at least this number of sites (1 letter in 17 matches by chance).
+_PROPOSED = 3  # A shift that an error message proposes fits at least this number of sites.
 
 MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
 SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
@@ -307,7 +307,6 @@ class _Reading:
 
     @property
     def max_unusable(self) -> float:
-        """The maximum share of unusable rows."""
         return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:

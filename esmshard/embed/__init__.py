@@ -1,1 +1,1 @@
-"""The computation of embeddings for any number of sequences, by one or many processes that can be restarted."""
+"""Compute embeddings for any number of sequences, in one or many processes that can be restarted."""

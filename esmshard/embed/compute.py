@@ -1,7 +1,8 @@
-"""The computation of embeddings: the arrays of each sequence, and the parts of an `embed` job.
+"""Compute embeddings: the arrays of each sequence, and the parts of an `embed` job.
 
-A pack is a batch of whole sequences of similar lengths. A pack that does not fit into memory is computed in smaller
-packs or in windows of the protein. A model that does not fit into memory can be spread over GPUs, memory and disk.
+Sequences of similar lengths are computed together in a batch (pack). A pack that does not fit into memory is divided
+into smaller packs, and at last each protein into windows. A model that does not fit can be spread over GPUs, memory
+and disk.
 """
 
 import functools
@@ -38,20 +39,20 @@ from esmshard.vocab import CLS, EOS, VOCAB_SIZE, is_residue
 
 Tokens = npt.NDArray[np.uint8]
 Tracks = Mapping[str, npt.NDArray[Any]]
-"""The values of each track for each token, [L + 2, ...], by the name of the track."""
+"""One array [L + 2, ...] for each track, with a value for each token; the keys are the names of the tracks."""
 PACK, GPU_PACK = 2048, 16384
-"""The number of tokens of a batch (pack) on a CPU and on a GPU. On a CPU smaller packs are slower, larger no faster."""
+"""The default number of tokens of a batch (pack) on a CPU and on a GPU. On a CPU, larger packs are not faster."""
 PACK_MAPS = 1 << 26
-"""The maximum count of numbers (256 MiB) in all attention maps of a batch (pack), which memory holds at once."""
+"""The maximum count of numbers in all attention maps of a batch (pack). These maps (256 MiB) are in memory at once."""
 SMALLEST = 128
-"""The length, in residues, of the smallest windows that are tried for a sequence if memory does not suffice."""
+"""The smallest window, in residues, that is tried if memory does not suffice for a sequence."""
 SHARE = 0.8
-"""The share of free memory for the layers of a model that is spread over devices. Activations use the rest."""
+"""The fraction of free memory that the layers of an offloaded model may fill. Activations use the rest."""
 
 
 @dataclass(frozen=True)
 class ModelInput:
-    """The tokens and tracks that the model gets for a sequence or for a window of the sequence."""
+    """The tokens and tracks of one sequence, or of one window of a sequence."""
 
     tokens: Tokens
     tracks: Tracks
@@ -67,31 +68,32 @@ class Computed:
     """The computed arrays of one sequence."""
 
     values: dict[str, torch.Tensor]
-    """The arrays by output name, on the CPU, in the requested dtype."""
+    """The arrays on the CPU in the requested dtype, by output name, such as `mean_6`."""
     windowed: int = 0
-    """The length, in residues, of the windows that were used for lack of memory; 0 if memory sufficed."""
+    """The window length in residues if the sequence was too large for the memory; otherwise 0."""
 
 
 @dataclass(frozen=True)
 class Failed:
-    """The reason, as a clause, why the arrays of a sequence could not be computed."""
+    """A sequence whose arrays could not be computed."""
 
     reason: str
+    """The reason, for the user."""
 
 
 class Embedder:
     """A model that computes the requested outputs for any number of sequences.
 
-    Sequences are computed in batches (packs), which changes their values only by rounding (1e-6 in fp32).
+    Other sequences in the same batch (pack) change the values of a sequence only by rounding (1e-6 in fp32).
 
     Args:
         esm: the model in evaluation mode, built for the dtype of the arithmetic.
-        outputs: at least one output. Means over residues are computed in fp32.
+        outputs: one or more outputs. Means over residues are computed in fp32.
         dtype: the dtype of the returned arrays.
         long: the treatment of long sequences.
-        tokens: the maximum number of tokens of a batch (pack). A longer sequence is computed alone.
+        tokens: the maximum number of tokens of a batch (pack). A longer sequence is computed without others.
         device: the device to which batches are sent; by default the device of the weights.
-        threads: whether the cores of a CPU may compute several batches (packs) at the same time.
+        threads: whether a CPU may compute several batches (packs) at the same time.
     """
 
     def __init__(
@@ -118,17 +120,17 @@ class Embedder:
         self._trunk_layers = sorted({*self._layers, *map_layers, *([esm.config.n_layers] if self._contacts else [])})
 
     def packs(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Group sequences of similar lengths into batches (packs), and return the indices of the sequences in each
-        pack. A sequence that is computed in windows is alone in its pack, and such packs are last.
+        """Group sequences of similar lengths into batches (packs), and return the sequence indices of each pack. A
+        sequence that is computed in windows gets a pack without other sequences. These packs come last.
         """
-        whole = [n for n, length in enumerate(lengths) if len(self.long.starts(length)) == 1]
-        kept = self.long.kept(np.array([lengths[n] for n in whole], dtype=np.int64))
-        groups = by_length(self._cost(kept).tolist(), self.tokens) if whole else iter(())
-        alone = sorted(set(range(len(lengths))) - set(whole), key=lambda n: lengths[n])
-        return [*([whole[k] for k in group] for group in groups), *([n] for n in alone)]
+        in_packs = [n for n, length in enumerate(lengths) if len(self.long.starts(length)) == 1]
+        kept = self.long.kept(np.array([lengths[n] for n in in_packs], dtype=np.int64))
+        groups = by_length(self._cost(kept).tolist(), self.tokens) if in_packs else iter(())
+        in_windows = sorted(set(range(len(lengths))) - set(in_packs), key=lambda n: lengths[n])
+        return [*([in_packs[k] for k in group] for group in groups), *([n] for n in in_windows)]
 
     def _cost(self, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many of a pack's tokens each sequence counts for. Attention maps raise this for long sequences."""
+        """Return the cost of each sequence in tokens. Attention maps make long sequences more expensive."""
         cost: npt.NDArray[np.int64] = np.maximum(kept + 2, kept * kept * self._maps * self.tokens // PACK_MAPS)
         return cost
 
@@ -149,8 +151,7 @@ class Embedder:
         Args:
             sequences: the tokens of each sequence, `<cls> ... <eos>`, uint8 [L + 2], as from `esmshard.vocab.encode`.
             tracks: the tracks of each sequence. All sequences have the same tracks; see `TokenBatch.tracks`.
-            take: a function that is called with the index and the arrays of each sequence, by several threads and in
-                any order.
+            take: is called with the index and the arrays of each sequence, by several threads and in any order.
         """
 
         def compute(members: Sequence[int]) -> None:
@@ -162,14 +163,14 @@ class Embedder:
         side_by_side(compute, packs, self.device, threads=self._threads)
 
     def _pack(self, inputs: Sequence[ModelInput]) -> list[Computed | Failed]:
-        """Compute all sequences at once if memory suffices, else each half, and at last each sequence in windows."""
+        """Compute all sequences at once. If memory does not suffice, try each half, and at last windows."""
         results = halving(lambda members: self._finish(self._values(members)), inputs, self.device)
-        return [result or self._in_windows(whole) for whole, result in zip(inputs, results, strict=True)]
+        return [result or self._in_windows(source) for source, result in zip(inputs, results, strict=True)]
 
-    def _in_windows(self, whole: ModelInput) -> Computed | Failed:
-        """Compute a sequence in smaller and smaller windows until memory suffices."""
-        length = int(self.long.kept(np.array([len(whole.tokens) - 2]))[0])
-        kept, window = whole.piece(0, length), min(length, self.long.window)
+    def _in_windows(self, source: ModelInput) -> Computed | Failed:
+        """Compute a sequence in windows. Halve the windows until memory suffices."""
+        length = int(self.long.kept(np.array([len(source.tokens) - 2]))[0])
+        kept, window = source.piece(0, length), min(length, self.long.window)
         if window == length or len(self.long.starts(length)) > 1:
             window //= 2
 
@@ -185,18 +186,18 @@ class Embedder:
         return Failed(f"memory does not suffice for its {length:,} residues, nor for small windows of it")
 
     def _values(self, inputs: Sequence[ModelInput]) -> list[dict[str, torch.Tensor]]:
-        """Compute the outputs of each sequence, before they are copied to the CPU in the requested dtype."""
+        """Compute the outputs of each sequence on the device, in the dtype of the arithmetic."""
         long = self.long
         if len(inputs) == 1 and len(long.starts(len(inputs[0].tokens) - 2)) > 1:
             (cost,) = self._cost(np.array([long.window])).tolist()
             return [self._blend(inputs[0], long, at_once=max(1, self.tokens // cost))]
         if long.mode == "truncate":
-            inputs = [whole.piece(0, long.window) for whole in inputs]
+            inputs = [source.piece(0, long.window) for source in inputs]
         return [self._reduce(part, kept) for part, kept in zip(self._forward(inputs), inputs, strict=True)]
 
     def _forward(self, inputs: Sequence[ModelInput]) -> list[dict[str, torch.Tensor]]:
-        """Run the model on all sequences at once, and return the values of each sequence by name: `residue_K` [L, D],
-        `cls_K` [D], `logits` [L, 33] and `contacts` [L, L] on the device, `attentions_K` [H, L, L] on the CPU.
+        """Run the model on all sequences at once. Return the values of each sequence by name: `residue_K` [L, D],
+        `cls_K` [D], `logits` [L, 33] and `contacts` [L, L] on the device, and `attentions_K` [H, L, L] on the CPU.
         """
         batch = pack([x.tokens for x in inputs], tracks=[x.tracks for x in inputs]).to(self.device)
         regression = self.esm.contact_head.regression
@@ -226,7 +227,7 @@ class Embedder:
         return parts
 
     def _reduce(self, part: dict[str, torch.Tensor], source: ModelInput) -> dict[str, torch.Tensor]:
-        """Remove the values of the linkers between chains, and compute means and maxima over the residues."""
+        """Remove the linkers between chains from the values, and compute means and maxima over the residues."""
         kept_L, values = torch.from_numpy(is_residue(source.tokens[1:-1])), dict[str, torch.Tensor]()
         for output in self.outputs:
             x = part[f"residue_{output.layer}" if output.pool in ("mean", "max", "residue") else output.name]
@@ -240,20 +241,20 @@ class Embedder:
             values[output.name] = x
         return values
 
-    def _blend(self, whole: ModelInput, long: Long, at_once: int) -> dict[str, torch.Tensor]:
+    def _blend(self, source: ModelInput, long: Long, at_once: int) -> dict[str, torch.Tensor]:
         """Compute the outputs of one sequence from overlapping windows, `at_once` windows at a time.
 
-        Where two windows overlap, the weight of each window falls towards its end, except at the ends of the protein.
-        The weight of a pair is the product of both residues' weights. A pair that no window contains is NaN. `cls` is
-        the mean over the windows. Each window has `<cls>` and `<eos>`, like the crops of long proteins in training.
+        Where windows overlap, the result is their weighted mean; see `_taper`. The weight of a residue pair is the
+        product of both residues' weights. A pair that no window contains is NaN. `cls` is the mean over the windows.
+        Each window has `<cls>` and `<eos>`, because the crops of long proteins in training had them.
         """
-        length = len(whole.tokens) - 2
+        length = len(source.tokens) - 2
         starts = long.starts(length)
         sums: dict[str, torch.Tensor] = {}
         weight_L = torch.zeros(length, device=self.device)
         pair_LL = torch.zeros(length if self._paired else 0, length, device=self.device)
         for at in range(0, len(starts), at_once):
-            pieces = [whole.piece(start, long.window) for start in starts[at : at + at_once]]
+            pieces = [source.piece(start, long.window) for start in starts[at : at + at_once]]
             for start, part in zip(starts[at:], self._forward(pieces), strict=False):
                 rows = slice(start, start + long.window)
                 taper_W = _taper(start, long, length).to(self.device)
@@ -276,18 +277,17 @@ class Embedder:
                 sums[name] = x.div_(pair_LL.to(x.device))  # 0 / 0 is NaN
             elif not name.startswith("cls"):
                 sums[name] = x / weight_L[:, None]
-        return self._reduce(sums, whole)
+        return self._reduce(sums, source)
 
     def _finish(self, values: list[dict[str, torch.Tensor]]) -> list[Computed | Failed]:
-        """Copy the values to the CPU in the requested dtype. All values of an output are one copy, because the host
-        waits for each copy. A sequence with values that are not finite has failed.
-        """
+        """Copy the values to the CPU in the requested dtype. A sequence with values that are not finite has failed."""
         done: list[dict[str, torch.Tensor]] = [{} for _ in values]
         reasons: dict[int, str] = {}
         for name in values[0]:
             arrays = [of_sequence[name] for of_sequence in values]
+            # The host waits for each copy, so all sequences share one copy.
             flat = torch.cat([x.reshape(-1) for x in arrays]).to(self._dtype).cpu()
-            # The sum is not finite if any value is not. Pairs that no window contains are NaN on purpose.
+            # If a value is not finite, the sum is not finite. Only pairs that no window contains may be NaN.
             finite = name in self._paired or bool(flat.sum(dtype=torch.float32).isfinite())
             for n, (x, stored) in enumerate(zip(arrays, torch.split(flat, [x.numel() for x in arrays]), strict=True)):
                 done[n][name] = stored.view(x.shape)
@@ -298,7 +298,7 @@ class Embedder:
 
 
 def _taper(start: int, long: Long, length: int) -> torch.Tensor:
-    """Return the weight of each residue of a window, fp32 [W]. The weight is 1, but falls where windows overlap."""
+    """Return the weight of each residue of a window, fp32 [W]: 1, but falling to the window's end in an overlap."""
     place_W = torch.arange(long.window, dtype=torch.float32)
     weight_W = torch.ones(long.window)
     width = long.overlap + 1
@@ -312,17 +312,17 @@ def _taper(start: int, long: Long, length: int) -> torch.Tensor:
 class AttentionMaps:
     """The requested attention maps of N sequences. Pass the method `add` to `Trunk.forward` as `on_attention`.
 
-    The softmax is over all tokens. Afterwards the rows and columns of `<cls>` and `<eos>` are removed, and the other
-    values are not normalised again. Outputs other than `attentions` are ignored.
+    The softmax includes `<cls>` and `<eos>`, whose rows and columns are then removed. So the rows of a map sum to less
+    than 1.
     """
 
     def __init__(self, outputs: Sequence[Output], n_sequences: int) -> None:
         self._of_layer = {output.layer: output for output in outputs if output.pool == "attentions"}
         self.maps_N: list[dict[str, torch.Tensor]] = [{} for _ in range(n_sequences)]
-        """The maps of each sequence by output name, fp32 [H, L, L], on the CPU, as a GPU may lack memory for all."""
+        """The maps of each sequence by output name, fp32 [H, L, L]; on the CPU, because a GPU may lack memory."""
 
     def add(self, layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
-        """Compute the attention maps of a sequence in block `layer`, counted from 0, if these maps are requested."""
+        """Compute the attention maps of a sequence in block `layer` (from 0), if these maps were requested."""
         output = self._of_layer.get(layer + 1)
         if output is None:
             return
@@ -337,20 +337,16 @@ class AttentionMaps:
 
 
 def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.device) -> Trunk:
-    """Build a model in evaluation mode whose layers are spread over the GPUs, the memory and the disk, in this order.
+    """Build a model in evaluation mode whose layers fill the GPUs, then the memory, then the disk.
 
-    `accelerate` copies layers to the computing device in every forward pass, so batches should be as large as memory
-    allows. During the build, memory holds the whole model once. The other parts of the model, and all outputs, are on
-    `device`.
+    Every forward pass copies layers to the computing device, so batches should be as large as memory allows. The build
+    needs memory for the whole model. The modules outside the layers, and all outputs, are on `device`.
 
     Args:
-        source: the weights of the model, from the function `esmshard.model.weights.read`.
-        folder: a directory for the layers on disk. The caller removes it.
-        dtype: the dtype of weights and arithmetic, as for the function `weights.build`.
+        source: the weights, from `esmshard.model.weights.read`.
+        folder: a directory for the layers on disk. The caller removes this directory.
+        dtype: the dtype of weights and arithmetic.
         device: the computing device. `cuda` without a number means all GPUs: each computes the layers that it stores.
-
-    Raises:
-        UsageError: if `accelerate` is not installed.
     """
     try:
         from accelerate import dispatch_model, infer_auto_device_map
@@ -367,10 +363,10 @@ def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.d
     others = {name: part for name, part in model.named_children() if name != "layers"}
     if main in memory:
         memory[main] -= sum(x.numel() * x.element_size() for part in others.values() for x in part.parameters())
-    # A layer is not divided over devices: attention reads the weights of its projections without calling the modules.
+    # No layer is divided over devices, because attention reads weights of its modules without calling the modules.
     block = [type(model.layers[0]).__name__]
     layers = infer_auto_device_map(model.layers, memory, block, dtype=dtype, clean_result=False)
-    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # It warns of every weight on another device.
+    logging.getLogger("accelerate.big_modeling").setLevel(logging.ERROR)  # no warning for each weight
     places = dict.fromkeys(others, main) | {f"layers.{n}": place for n, place in layers.items()}
     dispatch_model(model, places, main_device=main, offload_dir=str(folder), preload_module_classes=block)
     counts = Counter({"cpu": "in memory", "disk": "on disk"}.get(str(p), f"on GPU {p}") for p in layers.values())
@@ -383,7 +379,7 @@ def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.d
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Bring inputs and outputs to one device, because `on_attention` may combine the outputs of all layers."""
+        """Move inputs and outputs to one device, because `on_attention` may combine the outputs of all layers."""
 
         def on_qk(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
             assert on_attention is not None
@@ -404,11 +400,11 @@ class Work:
     directory: Path
     """The directory `OUT.partial`."""
     store: Path
-    """The path of the token store with the input sequences."""
+    """The token store with the input sequences."""
     model: str
     device: str
     tokens: int | None
-    """The maximum number of tokens of a batch (pack); None for the default."""
+    """See `Embedder`."""
     reuse: Path | None = None
     """An earlier directory of parts, from which equal rows are copied."""
     offload: bool = False
@@ -418,11 +414,7 @@ class Work:
 
 
 class Worker:
-    """The model and the data of an `embed` job, in a process that computes parts of the job.
-
-    Raises:
-        InputError: if the weights of the model have changed since the plan was made.
-    """
+    """The model and the input with which a process computes parts of an `embed` job."""
 
     def __init__(self, work: Work) -> None:
         plan = read_json(work.directory / "plan.json")
@@ -434,7 +426,7 @@ class Worker:
         how: dict[str, Any] = {"dtype": spec.dtype, "long": spec.long, "tokens": work.tokens}
         if work.offload:
             esm = offloaded(source, work.directory / "work" / "layers", dtype, device)
-            # A forward pass copies the layers once for any number of tokens. Two passes at once would wait for copies.
+            # Each forward pass copies the layers, so a pass should have many tokens, and two passes would both wait.
             how |= {"tokens": work.tokens or GPU_PACK, "device": device, "threads": False}
         else:
             esm = weights.build(source, device, dtype).eval()
@@ -447,7 +439,7 @@ class Worker:
         self.reuse = None if work.reuse is None else EmbeddingStore(work.reuse)
 
     def compute(self, part: int) -> tuple[int, int]:
-        """Compute and write a part. Return the number of its rows and residues; 0 and 0 if it was finished already."""
+        """Compute and write a part. Return its number of rows and of residues; (0, 0) if the part existed already."""
         spec, index = self.spec, self.parts.index
         if self.parts.is_done(part):
             return 0, 0
@@ -498,5 +490,5 @@ worker_of = functools.lru_cache(maxsize=1)(Worker)
 
 
 def compute_part(work: Work, part: int) -> tuple[int, int]:
-    """Compute a part as `Worker.compute` does. The process keeps its model in memory for the next part."""
+    """Compute a part like `Worker.compute`. The model stays in memory for the next part."""
     return worker_of(work).compute(part)

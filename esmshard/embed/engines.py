@@ -1,12 +1,12 @@
-"""The `embed` command. It divides the input into parts, an engine computes them, and the output is made of all parts.
+"""Run the `embed` command: divide the input into parts, compute the parts with an engine, and write the output.
 
-The engines are processes of this machine (`local`), workers that a scheduler or a launcher has started (`array`), and
-Ray. A part is finished when its file exists (`esmshard.embed.parts`), so processes exchange no messages. Each engine
-only divides the missing parts among processes. If the same command runs again, it computes the missing parts.
+The engine `local` starts processes on this machine. The engine `array` uses workers that a scheduler or a launcher has
+started. The engine `ray` uses a Ray cluster. A part is finished when its file exists (`esmshard.embed.parts`), so
+processes exchange no messages. If the command runs again, it computes only the missing parts.
 
-After the last part, the directory `OUT.partial` is renamed to OUT, or its rows are copied, in input order, to the file
-OUT. A bucket has no renaming, so parts are uploaded to their final address. The manifest is uploaded last, and shows
-that the directory is complete.
+After the last part, the directory `OUT.partial` is renamed to OUT, or its rows are copied to the file OUT in input
+order. A bucket cannot rename files, so parts are uploaded to their final address. The manifest is uploaded last, and
+shows that the directory is complete.
 """
 
 import contextlib
@@ -53,7 +53,8 @@ from esmshard.tasks.finetuned import without_tracks
 
 Engine = Literal["local", "array", "ray"]
 Progressed = Callable[[int, int], None]
-"""A function that is called with how many further rows and how many further residues are finished."""
+"""A function that is called with the number of rows and the number of residues that were finished since its last call.
+"""
 
 STDIN = Path("-")
 ROOM = "the finished parts are kept: make room, and run the command again"
@@ -61,7 +62,7 @@ PART_FILE = f"parts/{'[0-9]' * 6}-{'[0-9a-f]' * 8}.safetensors"
 PARTS_FILES = ["plan.json", "manifest.json", "failed.tsv", "index/*", PART_FILE]
 """The names of the files in a directory of parts, as patterns for the module `fnmatch`."""
 MOST_LOSSES = 3
-"""How many times in a row processes may be killed without finishing a part."""
+"""The maximum number of times in a row that processes may be killed before a part is finished."""
 
 
 def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
@@ -78,7 +79,7 @@ def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """The share of one of `count` workers: the parts with the numbers `number`, `number + count`, and so on.
+    """The parts of worker `number` among `count` workers: the parts `number`, `number + count`, and so on.
 
     Worker 0 also computes the unfinished parts of the other workers, and writes the output.
     """
@@ -87,17 +88,17 @@ class Share:
     count: int
 
     def of(self, missing: list[int]) -> list[int]:
-        """Return which of the parts in `missing`, which are not computed yet, this worker computes, in this order."""
-        mine = [part for part in missing if part % self.count == self.number]
-        # Worker 0 computes the parts of other workers backwards, while these workers may be computing them forwards.
-        return mine + (sorted(set(missing) - set(mine), reverse=True) if self.number == 0 else [])
+        """Return the missing parts that this worker computes, in the order in which the worker computes them."""
+        assigned = [part for part in missing if part % self.count == self.number]
+        # The other workers may be computing their parts forwards, so worker 0 begins with the last of these parts.
+        return assigned + (sorted(set(missing) - set(assigned), reverse=True) if self.number == 0 else [])
 
 
 def share(text: str | None) -> Share:
-    """Return the share of this process, from the option `--worker I/N` (`text`) or from environment variables.
+    """Return the share of this process, from the option `--worker I/N` (`text`) or else from environment variables.
 
-    Slurm arrays, torchrun and srun set both numbers of `Share`. An Indexed Job of Kubernetes sets only the number of
-    the pod, so it needs `--worker $JOB_COMPLETION_INDEX/N`. Raise `UsageError` if a number is missing or wrong.
+    Slurm arrays, torchrun and srun set both numbers. An Indexed Job of Kubernetes sets only the number of the worker,
+    so `--worker $JOB_COMPLETION_INDEX/N` is necessary. Raise `UsageError` if a number is missing or wrong.
     """
     if text is not None:
         number, _, count = text.partition("/")
@@ -114,11 +115,8 @@ def share(text: str | None) -> Share:
     raise UsageError("--engine array: this process does not know its number; give --worker I/N, such as --worker 0/8")
 
 
-# The engines. Each calls `progressed` after each finished part.
-
-
 def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> None:
-    """Compute the given parts in this process, one part after the other."""
+    """Compute the parts in this process, one part after the other."""
     try:
         for part in parts:
             progressed(*compute_part(work, part))
@@ -127,12 +125,9 @@ def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> No
 
 
 def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int, progressed: Progressed) -> None:
-    """Compute the missing parts in several processes of this machine. If a process is killed, all are started again.
-
-    With the device `cuda` each process has its own GPU.
-
-    Raises:
-        InputError: if a process has raised it, or processes were killed more than MOST_LOSSES times in a row.
+    """Compute the missing parts in several processes of this machine. If a process is killed, start all processes
+    again, at most MOST_LOSSES times in a row; then raise `InputError`. With the device `cuda` each process uses
+    another GPU.
     """
     losses, context = 0, multiprocessing.get_context("spawn")
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cpu_limits.cores() // processes))
@@ -164,11 +159,11 @@ def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int
 
 
 _number = 0
-"""The number of this process among the processes of its pool, from 0. With the device `cuda`, process N uses GPU N."""
+"""The number of this process in its pool, from 0. With the device `cuda`, process N uses GPU N."""
 
 
 def _begin_process(numbers: Any, threads: int) -> None:
-    """Prepare a process of the pool: give it a number, let it ignore Ctrl-C, and end it when its parent ends."""
+    """Give a new process of the pool its number. Make the process ignore Ctrl-C, and end when its parent ends."""
     global _number  # noqa: PLW0603  # each process has its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -190,13 +185,9 @@ def _compute_in_process(work: Work, part: int) -> tuple[int, int]:
 def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: Progressed) -> None:
     """Compute each part as a task of a Ray cluster. A task uses one GPU or one core.
 
-    Nodes may join and leave: Ray gives the parts of a lost node to other nodes. All nodes need the same file system.
-    `address` is `auto` for the running cluster of this machine, `local` for a new cluster on this machine alone, or the
-    address of a cluster.
-
-    Raises:
-        UsageError: if Ray is not installed, or the cluster cannot be reached.
-        InputError: if a task has raised it, or has raised an `OSError`.
+    Machines may join and leave: Ray repeats the tasks of a lost machine elsewhere. All machines need a common file
+    system. `address` is the address of a cluster, `auto` for the cluster that runs on this machine, or `local` for a
+    new cluster with this machine only. Raise `UsageError` if the cluster cannot be reached.
     """
     try:
         import ray
@@ -204,7 +195,7 @@ def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: P
         raise UsageError("--engine ray needs Ray; pip install 'esmshard[ray]'") from None
     try:
         host, _, port = address.rpartition(":")
-        if port.isdecimal():  # Ray itself waits many minutes for an address that does not answer.
+        if port.isdecimal():  # Ray waits many minutes for an address that does not answer.
             socket.create_connection((host.removeprefix("ray://"), int(port)), timeout=10).close()
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     except (OSError, ValueError, RuntimeError) as error:
@@ -234,9 +225,6 @@ def _compute_in_task(work: Work, part: int) -> tuple[int, int]:
     return compute_part(work, part)
 
 
-# The command
-
-
 def embed(
     asked: EmbedRequest,
     fasta: Path,
@@ -251,26 +239,29 @@ def embed(
     ray_address: str = "auto",
     part_tokens: int | None = None,
 ) -> dict[str, Any] | None:
-    """Compute embeddings and write the output. Parts that an earlier, interrupted command has finished are kept.
+    """Compute embeddings and write the output. Do not repeat parts that an interrupted command has finished.
 
-    The arguments are the options of `esmshard embed` (docs/embed.md). `fasta` may be a plain or compressed file, `-`
-    for the standard input, a token store, structures, or an address in a bucket. `part_tokens`: see `begin`.
+    The arguments are the options of `esmshard embed` (docs/embed.md). `fasta` is a plain or compressed file, `-` for
+    the standard input, a token store, structures, or an address in a bucket. For `part_tokens` see `begin`.
 
     Returns:
-        The manifest (see `esmshard.embed.parts`), with the path of `failed_file`. In an array, worker 0
+        The manifest (see `esmshard.embed.parts`), with the path `failed_file`. With the engine `array`, only worker 0
         writes the output, and the other workers return None.
 
     Raises:
-        UsageError: if options do not fit together, or an output with other settings exists or was begun.
+        UsageError: if options contradict each other, or an output with other settings exists or was begun.
         InputError: if the input cannot be read (then no file is left behind), or parts cannot be computed or written.
     """
     if offload and (engine != "local" or nproc not in (None, 1)):
         raise UsageError("--offload spreads one model over all memory of the machine; leave --nproc and --engine out")
     if engine == "array" and overwrite:
-        raise UsageError("--overwrite lets workers remove results of other workers; remove the output yourself")
+        raise UsageError(
+            "--overwrite: a worker would remove results of other workers; remove the output first, and leave "
+            "--overwrite out"
+        )
     if worker is not None and engine != "array":
         raise UsageError("--worker is for --engine array; leave it out")
-    mine, url = share(worker) if engine == "array" else Share(0, 1), remote.address(asked.out)
+    my_share, url = share(worker) if engine == "array" else Share(0, 1), remote.address(asked.out)
     if url is not None and engine == "ray":
         raise UsageError(f"{url}: --engine ray writes to a disk that all nodes see; use --engine array for a bucket")
     partial(asked.out)
@@ -295,31 +286,31 @@ def embed(
 
         def compute(parts: Parts, progressed: Progressed) -> None:
             if engine == "ray":
-                compute_on_ray(work, mine.of(parts.missing()), ray_address, progressed)
+                compute_on_ray(work, my_share.of(parts.missing()), ray_address, progressed)
             elif processes > 1:
-                compute_locally(work, lambda: mine.of(parts.missing()), processes, progressed)
+                compute_locally(work, lambda: my_share.of(parts.missing()), processes, progressed)
             else:
-                compute_here(work, mine.of(parts.missing()), progressed)
+                compute_here(work, my_share.of(parts.missing()), progressed)
 
         job = _Job(on_disk, sequences, settings_of(on_disk, sequences), overwrite, url)
         with writing(directory, ROOM):
             try:
                 manifest = job.finished()
-                if mine.number and url is None and manifest is None and not directory.exists():
-                    say(f"worker {mine.number} of {mine.count}: waits until worker 0 has read the input")
+                if my_share.number and url is None and manifest is None and not directory.exists():
+                    say(f"worker {my_share.number} of {my_share.count}: waits until worker 0 has read the input")
                     while manifest is None and not directory.exists():
                         job.clear_way()  # raises the error that stopped worker 0
                         time.sleep(0.5)
                         manifest = job.finished()
                 if manifest is None:
-                    manifest = job.run(compute, sentences, part_tokens, work.store if mine.number == 0 else None)
+                    manifest = job.run(compute, sentences, part_tokens, work.store if my_share.number == 0 else None)
                 else:
                     say(f"{url or asked.out}: is finished already")
                     if not directory.exists() or _json(directory, "plan.json").get("settings") == job.settings:
                         remove(directory)  # An earlier command was killed after it had written the output.
             except (InputError, OSError):
                 if directory.exists() or (manifest := job.finished()) is None:
-                    raise  # Otherwise another process has written the output meanwhile, and removed the parts.
+                    raise  # If the output is complete, another process has written it and removed the parts.
     if manifest is None:
         return None
     return manifest | {"failed_file": f"{url or asked.out}{'/' if asked.fmt == PARTS else '.'}failed.tsv"}
@@ -334,10 +325,9 @@ def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
 
 @contextlib.contextmanager
 def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, Path, list[str]]]:
-    """Yield three things: the request with a path for each track, the path of the sequence file or token store, and a
-    list of notices for the user.
-
-    Structures become a FASTA file of their chains. The standard input is copied, because it can be read only once.
+    """Yield the request with a path for each track, the path of the sequences, and notices for the user. The path is a
+    file or a token store. Structures become a FASTA file of their chains. The standard input becomes a file, because
+    it can be read only once.
     """
     with contextlib.ExitStack() as stack:
         sentences = [*asked.weights.notices, *without_tracks(asked.model, [file.track.name for file in asked.tracks])]
@@ -354,12 +344,12 @@ def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, 
 
 @dataclass(frozen=True)
 class _Job:
-    """The steps of one `embed` command. The output has a path on this machine even if it is uploaded to a bucket."""
+    """One `embed` command. `asked.out` is a path on this machine, even if the output is uploaded to a bucket."""
 
     asked: EmbedRequest
     fasta: Path
     settings: Mapping[str, str]
-    """The settings that determine the output; see `settings_of`."""
+    """See `settings_of`."""
     overwrite: bool
     url: str | None
 
@@ -370,8 +360,8 @@ class _Job:
         part_tokens: int | None,
         store: Path | None,
     ) -> dict[str, Any] | None:
-        """Make the plan and compute the parts, unless they exist already. If `store` is given, the path of the token
-        store, also write the output and return the manifest; otherwise return None.
+        """Make the plan and compute the parts, unless they exist already. If `store` (the path of the token store) is
+        given, also write the output and return the manifest. Otherwise return None.
         """
         asked, directory, is_parts = self.asked, partial(self.asked.out), self.asked.fmt == PARTS
         self.clear_way()
@@ -424,7 +414,7 @@ class _Job:
         return manifest
 
     def finished(self) -> dict[str, Any] | None:
-        """Return the manifest of the finished output of this request; None if the output must still be written."""
+        """Return the manifest if the output of this request is finished; None if it must still be written."""
         out = self.asked.out
         if self.asked.fmt == PARTS:
             manifest = _json(out if self.url is None else RemoteDirectory(self.url), "manifest.json")
@@ -436,22 +426,22 @@ class _Job:
         return manifest
 
     def check_same(self, known: Mapping[str, Any], verb: str) -> None:
-        """Raise `UsageError` if the output that `known` describes was made or begun with other settings."""
+        """Raise `UsageError` if `known`, a plan or a manifest, has other settings than this command."""
         if different := difference(known.get("settings", {}), self.settings):
             place = self.url or (self.asked.out if verb == "made" else partial(self.asked.out))
             raise UsageError(f"{place}: was {verb} with {different}; --overwrite starts over")
 
     def clear_way(self) -> None:
-        """Raise `UsageError` if an output is in the way, or an interrupted command with other settings. If `overwrite`
-        is true, remove them instead. Files of other programs are never replaced.
+        """Raise `UsageError` if the output exists, or was begun with other settings. If `overwrite` is true, remove the
+        old output instead. Never replace files of other programs.
         """
         asked, directory, overwrite = self.asked, partial(self.asked.out), self.overwrite
         bucket = None if self.url is None else RemoteDirectory(self.url)
         names = [] if bucket is None else [*bucket.listing()]
-        plan = _json(bucket or directory, "plan.json")  # It is written first. Without it, other files are not ours.
+        plan = _json(bucket or directory, "plan.json")  # written first: without a plan, the files are not ours
         if names and "settings" not in plan:
             raise UsageError(
-                f"{self.url}: is no directory of embeddings (it holds {names[0]}), so embed writes nothing into it; "
+                f"{self.url}: is no directory of embeddings (it contains {names[0]}), so embed writes nothing into it; "
                 "choose another name"
             )
         if plan and not overwrite:
@@ -463,7 +453,7 @@ class _Job:
                 bucket.remove(sorted(ours, key=lambda name: (name == "plan.json", name != "manifest.json")))
             return
         check_replaced(directory, ["*"], marker="plan.json")
-        if not plan or overwrite:  # Otherwise the command that made the plan has checked this.
+        if not plan or overwrite:  # If a plan exists, the command that made the plan has checked this.
             if asked.fmt != PARTS:
                 FORMATS[asked.fmt].check_place(asked.out, overwrite=overwrite)
             elif asked.out.exists() and not overwrite:
@@ -476,32 +466,32 @@ class _Job:
 
 
 def _json(place: Path | RemoteDirectory, name: str) -> dict[str, Any]:
-    """Read a JSON file from a directory or a bucket; an empty dictionary if the file does not exist."""
+    """Read a JSON file from a directory or a bucket. If the file does not exist, return an empty dictionary."""
     if isinstance(place, RemoteDirectory):
         return dict(json.loads(place.read(name).get(name, "{}")))
     return dict(read_json(place / name)) if (place / name).is_file() else {}
 
 
 def check_fits(place: Path, need: int) -> None:
-    """Raise `InputError` if the disk of the directory `place` has no room for `need` bytes."""
+    """Raise `InputError` if the disk with the directory `place` has no room for `need` bytes."""
     free = shutil.disk_usage(place).free
     if need > free:
         raise InputError(
-            f"{place}: {size_text(need)} will be written and {size_text(free)} are free; make room, choose another "
-            "place, or store less (--format parts, --dtype fp16, --pool mean), and run the command again"
+            f"{place}: the output needs {size_text(need)} and only {size_text(free)} are free; make room, choose "
+            "another place, or store less (--format parts, --dtype fp16, --pool mean), and run the command again"
         )
 
 
 def part_bytes(asked: EmbedRequest, index: RowIndex, parts: Iterable[int]) -> int:
-    """Return the size of the values in the given parts together, in bytes."""
+    """Return the total size of the values in the given parts, in bytes."""
     spec = asked.spec
     numbers = sum(int(spec.numbers(spec.long.kept(index.lengths_of(part))).sum()) for part in parts)
     return numbers * np.dtype(NUMPY[spec.dtype]).itemsize
 
 
 def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
-    """Return the approximate size, in bytes, of the file that is made from the parts; 0 if no file is made. Raise
-    `UsageError` if the file format cannot hold the outputs or so many records.
+    """Return the approximate size of the output file in bytes; 0 for a directory of parts. Raise `UsageError` if the
+    file format cannot store the outputs or the number of records.
     """
     if asked.fmt == PARTS:
         return 0
@@ -513,11 +503,8 @@ def file_bytes(asked: EmbedRequest, index: RowIndex) -> int:
 
 
 def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str:
-    """Describe the input and the size of the output in several lines. No embedding is computed, and no file stays.
-
-    Raises:
-        InputError: if the output is too large for the disk, or the input cannot be read.
-        UsageError: if the request does not suit the input, the format or the directory `reuse`.
+    """Describe the input and the size of the output in several lines. Compute no embedding, and leave no file. Raise
+    the errors that `embed` would raise before the computation.
     """
     in_bucket, long = remote.address(asked.out) is not None, asked.spec.long
     place = None if in_bucket else next(folder for folder in asked.out.absolute().parents if folder.is_dir())
@@ -531,7 +518,7 @@ def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str
         of_parts, of_file, length_N = part_bytes(asked, index, parts), file_bytes(asked, index), index.lengths
         if place is not None:
             check_fits(place, of_parts + of_file)
-        treated = {"full": "taken whole", "window": "seen in overlapping windows", "truncate": "cut"}[long.mode]
+        treated = {"full": "computed whole", "window": "in overlapping windows", "truncate": "cut"}[long.mode]
         lines = [
             f"records     {len(length_N):,} of {length_N.sum(dtype=np.int64):,} residues, longest {length_N.max():,}",
             f"sequences   {plan['unique']:,} different ones: {plan['unique'] - copied:,} to compute, {copied:,} reused",
@@ -544,18 +531,14 @@ def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str
 
 
 def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: TokenStore | None = None) -> None:
-    """Write the rows of a directory of parts into the file OUT, which `OUT.json` describes. `OUT.failed.tsv` lists
-    failed records, and `OUT.chains.tsv` the chains of records with several chains, if there are such records.
-
-    Raises:
-        UsageError: if the format stores rows by their sequences, and `sequences` is None. A directory of parts does
-            not contain the sequences.
-        InputError: if a part is damaged.
+    """Write the rows of a directory of parts into the file OUT, and a description into `OUT.json`. Failed records are
+    listed in `OUT.failed.tsv`, and the chains of records with several chains in `OUT.chains.tsv`. Some formats need
+    the sequences, which a directory of parts does not have.
     """
     if FORMATS[fmt].by_sequence and sequences is None:
         raise UsageError(
-            f"{embeddings.path}: has no sequences, and {fmt} stores rows by their sequences; run embed MODEL FASTA "
-            f"-o {out} --format {fmt} --reuse {embeddings.path}, which copies the rows"
+            f"{embeddings.path}: has no sequences, which the format {fmt} needs; run embed MODEL FASTA -o {out} "
+            f"--format {fmt} --reuse {embeddings.path}, which copies the rows"
         )
     spec, count = embeddings.spec, len(embeddings) - len(embeddings.failed)
     about = About(embeddings.outputs, spec.dim, spec.dtype, count, embeddings.attributes)
@@ -574,8 +557,8 @@ def write_file(embeddings: EmbeddingStore, out: Path, fmt: str, sequences: Token
 
 
 def status(out: Path) -> str:
-    """Describe the progress of an output in one or two lines. Raise `InputError` if there is no output, and
-    `UsageError` if the output is in a bucket.
+    """Describe the progress of an output in one or two lines. Raise `InputError` if the output does not exist, and
+    `UsageError` if it is in a bucket.
     """
     if (url := remote.address(out)) is not None:
         raise UsageError(f"{url}: status reads a directory on a disk; list {url}/parts/, where each object is a part")
@@ -595,7 +578,7 @@ def status(out: Path) -> str:
 
 
 def merge(directory: Path, out: Path, fmt: str | None, overwrite: bool) -> str:
-    """Make one file from a finished directory of parts, which stays, and return a line of text for the user."""
+    """Make one file from a finished directory of parts, and return a line of text for the user."""
     fmt, embeddings = fmt or out.suffix.removeprefix("."), EmbeddingStore(directory)
     size = {"records": len(embeddings), "id_bytes": int(embeddings.index.ids[-1])}
     suits(fmt, embeddings.outputs, embeddings.spec.dtype, out, **size)

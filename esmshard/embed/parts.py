@@ -1,25 +1,25 @@
-"""The directory of an `embed` job: the plan, the parts of the output, and an index by record id.
+"""Write and read the directory of an `embed` job: the plan, the parts of the output, and an index by record id.
 
     OUT/
-      plan.json            the settings, facts on the input, and the first row of each part
+      plan.json            the settings, facts on the input, and the first row of each part (`bounds`)
       manifest.json        written last: the plan, with failed rows, counts, devices and versions
-      parts/               000012-1f9c2a34.safetensors: rows `bounds[12]` to `bounds[13]`. The name ends in
-                           the plan's digest. Each output is one tensor, with rows end to end: `mean_6` [n, D],
-                           `residue_6` [sum of L, D], `logits` [sum of L, 33], `contacts` [sum of L^2],
-                           `attentions_6` [sum of H x L^2]; the metadata `note` is JSON on failed rows and versions
+      parts/               000012-1f9c2a34.safetensors has the rows `bounds[12]` to `bounds[13]` - 1. The name ends in
+                           the plan's digest. Each output is one tensor, with the rows one after the other: `mean_6`
+                           [n, D], `residue_6` [sum(L), D], `logits` [sum(L), 33], `contacts` [sum(L^2)] and
+                           `attentions_6` [sum(H L^2)]. The metadata `note` is JSON: failed rows, device, versions
       index/
         ids.txt, ids.npy       ids of the N records, one on each line, and the byte at which each begins, int64 [N + 1]
-        id_keys.npy, id_rows.npy   hashes of the ids (`io.store.keys`), sorted, and the record of each hash
+        id_keys.npy, id_rows.npy   sorted hashes of the ids (`io.store.keys`), and the record of each hash
         lengths.npy            int32 [N]: number of residues of each record
-        rows.npy               int64 [N]: the row of each record. Records of equal sequences share one of the U rows
+        rows.npy               int64 [N]: the row of each record. Records with equal sequences share one of the U rows
         first.npy              int64 [U]: the first record of each row
         keys.npy, key_rows.npy  `Spec.row_key` of each row, S16 [U], and the row numbers in the order of keys
         chains.json            number of residues of each chain, by id, for records with several chains
-      failed.tsv           id, residues and reason of each failed record, if there are any
+      failed.tsv           id, residues and reason of each failed record; absent if no record failed
 
 A row has the values of one sequence. Rows are in the order in which their sequences first occur. A part is finished
-when its file, or its object in a bucket, exists. A file is written under another name and then renamed. The directory
-is called `OUT.partial` until all is finished. All machines make the same plan from the same request and input.
+when its file, or its object in a bucket, exists. So a file is written under another name and then renamed. The
+directory is called `OUT.partial` until all parts are finished. All machines make the same plan from the same input.
 """
 
 import copy
@@ -60,30 +60,30 @@ from esmshard.progress import say
 from esmshard.vocab import chain_spans, decode
 
 FORMAT = "3"
-"""The version of the format of `plan.json` and of the parts."""
+"""The format version of `plan.json` and the parts."""
 LEAST_PART, MOST_PART = 1 << 14, 1 << 18
-"""The minimum and maximum number of tokens of a part. MOST_PART is for a model of 8 million parameters. For larger
-models parts are smaller, so that a part takes about as much time.
+"""The minimum and maximum number of tokens of a part. MOST_PART is for a model of 8 million parameters. Larger models
+get smaller parts, so that each part needs about the same time.
 """
 SHARE_OF_PART, MOST_PARTS = 128, 4096
 """A part is 1/SHARE_OF_PART of the input, so that several processes end at about the same time. A very large input
-has larger parts, so that there are about MOST_PARTS parts at most.
+gets larger parts, so that there are at most about MOST_PARTS parts.
 """
 PART_BYTES = 1 << 29
-"""The approximate maximum size of a part's values, in bytes. Memory holds these values until the part is written."""
+"""The approximate maximum size of a part's values in bytes. They are in memory until the part is written."""
 _OPEN_PARTS = 16
 _AT_ONCE = 1 << 14
 
 
 def partial(out: Path) -> Path:
-    """Return `OUT.partial`, the path of the unfinished directory for the output `out`."""
+    """Return `OUT.partial`, the directory of the unfinished output."""
     if out.name in ("", "..", "."):
-        raise UsageError(f"{out}: give the output a name")
+        raise UsageError(f"{out}: is no name for an output; pass a name, such as -o embeddings")
     return out.with_name(f"{out.name}.partial")
 
 
 def settings_of(asked: EmbedRequest, fasta: Path) -> dict[str, str]:
-    """Return the settings that determine an output, as texts by name, with digests of the input and of the tracks."""
+    """Return the settings that determine an output, as texts by name. They include digests of input and tracks."""
     try:
         content = remembered_sha256(fasta / "manifest.json" if is_store(fasta) else fasta)
     except OSError as error:
@@ -95,24 +95,23 @@ def settings_of(asked: EmbedRequest, fasta: Path) -> dict[str, str]:
 def begin(
     work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str] = (), part_tokens: int | None = None
 ) -> dict[str, Any]:
-    """Write the plan and the index of an `embed` job into a new directory `OUT.partial`, and return the plan. If there
-    is a plan already, return that plan.
+    """Write the plan and the index of an `embed` job into a new directory `OUT.partial`, and return the plan. If the
+    directory has a plan already, return this plan.
 
     Args:
         work: the directory `OUT.partial`.
         fasta: a FASTA file or a token store.
-        asked: the request, in which each track has a path.
-        notices: sentences for the user about the input. They are stored in the plan.
-        part_tokens: the number of tokens of a part; by default this number follows from the sizes of input and model.
+        asked: the request, with a path for each track.
+        notices: sentences for the user about the input. The plan stores them.
+        part_tokens: the number of tokens of a part; by default it depends on the sizes of input and model.
 
     Raises:
         UsageError: if a sequence is too long for the model, or the requested treatment would cut chains.
-        InputError: if the input cannot be read.
     """
     if not (work / "plan.json").exists():
         work.parent.mkdir(parents=True, exist_ok=True)
-        # The directory gets its name when its plan is complete. If two commands begin at the same time, the plan of
-        # the first command counts.
+        # A directory with a complete plan is renamed to `work`. If two commands begin at the same time, the first
+        # command to do so determines the plan.
         with tempfile.TemporaryDirectory(prefix=f".planning-{work.name}-", dir=work.parent) as scratch:
             planning = Path(scratch) / work.name
             for folder in ("work", "parts", "index"):
@@ -130,7 +129,6 @@ def begin(
 def _plan(
     work: Path, fasta: Path, asked: EmbedRequest, notices: Sequence[str], part_tokens: int | None
 ) -> dict[str, Any]:
-    """Read the input, write the index, and return the plan."""
     index, spec, long, linker = work / "index", asked.spec, asked.spec.long, asked.spec.chains.tokens
     store = TokenStore(fasta) if is_store(fasta) else ingest([fasta], work / "work" / "input", Rules(linker=linker))
     store.check_linker(linker, fasta)
@@ -181,23 +179,16 @@ def _plan(
 
 
 def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[TrackStore] = ()) -> tuple[int, int]:
-    """Write the index of records and rows (see the docstring of this module). This takes 60 bytes for each record.
+    """Write the index of records and rows (see the docstring of this module) into the empty directory `index`.
 
-    Args:
-        index: an empty directory.
-        store: the token store of the records.
-        spec: the settings of the job. The key of each row depends on them.
-        tracks: the tracks of the records.
-
-    Returns:
-        The number of rows, and the number of records with several chains.
+    This needs 60 bytes of memory for each record. Return the number of rows, and of records with several chains.
     """
     n, chains = len(store), dict[str, list[int]]()
     length_N, id_N, keys_N = np.empty(n, np.int32), np.zeros(n + 1, np.int64), np.empty(n, "S16")
     with open(index / "ids.txt", "wb") as ids:
         for start in range(0, n, _AT_ONCE):
             records = range(start, min(start + _AT_ONCE, n))
-            store = copy.copy(store)  # maps the files again, so that the pages read so far leave the memory
+            store = copy.copy(store)  # maps the files again, which frees the memory of the pages read so far
             tracks = [TrackStore(track.path, track.track, store) for track in tracks]
             names = [store.id(k).encode() + b"\n" for k in records]
             ids.write(b"".join(names))
@@ -225,14 +216,14 @@ def write_index(index: Path, store: TokenStore, spec: Spec, tracks: Sequence[Tra
 
 
 def _part_tokens(tokens: int, config: ModelConfig) -> int:
-    """Return the number of tokens of a part for an input of `tokens` tokens and a model of this size."""
+    """Return the number of tokens of a part for an input with `tokens` tokens."""
     most = max(LEAST_PART, MOST_PART * 6 * 320**2 // (config.n_layers * config.dim**2))
     return max(min(max(tokens // SHARE_OF_PART, LEAST_PART), most), tokens // MOST_PARTS)
 
 
 def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
-    """Return the first row of each part, then the number of rows. A part has about `per_part` tokens, or fewer if
-    the values would be larger than PART_BYTES.
+    """Return the first row of each part, and at the end the number of rows. A part has about `per_part` tokens, but
+    fewer if its values would be larger than PART_BYTES.
     """
     first_U, length_N = (np.load(index / f"{name}.npy", mmap_mode="r") for name in ("first", "lengths"))
     kept_U = spec.long.kept(length_N[first_U].astype(np.int64))
@@ -243,12 +234,7 @@ def _bounds(index: Path, spec: Spec, per_part: int) -> list[int]:
 
 
 class RowIndex:
-    """The index of records and rows, memory-mapped.
-
-    Args:
-        path: the directory `index` of an `embed` job.
-        bounds: the first row of each part, then the number of rows.
-    """
+    """The index of records and rows in the directory `path`, memory-mapped. For `bounds` see `_bounds`."""
 
     def __init__(self, path: Path, bounds: Sequence[int]) -> None:
         self.path, self.bounds = path, bounds
@@ -257,7 +243,7 @@ class RowIndex:
         self.ids, self.id_keys, self.id_rows, self.lengths, self.rows, self.first, self.keys, self.key_rows = arrays
 
     def lengths_of(self, part: int) -> npt.NDArray[np.int64]:
-        """Return the number of residues of each sequence of a part, int64 [n]."""
+        """Return the number of residues of each row of a part, int64 [n]."""
         first_n = self.first[self.bounds[part] : self.bounds[part + 1]]
         return np.asarray(self.lengths[first_n], np.int64)
 
@@ -270,7 +256,7 @@ class RowIndex:
         return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
 
     def find(self, record_id: str) -> int | None:
-        """Return the number of the record that has the id `record_id`; None if no record has this id."""
+        """Return the number of the record with the id `record_id`; None if no record has this id."""
         wanted = keys([record_id.encode(errors="surrogatepass")])[0]
         begin, end = (int(self.id_keys.searchsorted(wanted, side)) for side in ("left", "right"))
         for record in self.id_rows[begin:end].tolist():
@@ -279,19 +265,14 @@ class RowIndex:
         return None
 
     def rows_of(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the number of the row that has each key (`Spec.row_key`), int64 [M]; -1 if no row has this key."""
+        """Return the row number for each key (`Spec.row_key`), int64 [M]; -1 if no row has the key."""
         place_M = np.searchsorted(self.keys, keys_M, sorter=self.key_rows).clip(max=len(self.keys) - 1)
         row_M = self.key_rows[place_M]
         return np.where(self.keys[row_M] == keys_M, row_M, -1)
 
 
 class RowPlaces:
-    """The positions of the rows of each output in the tensors of a part.
-
-    Args:
-        spec: the settings of the job.
-        length_n: the number of residues of each row of the part, int64 [n].
-    """
+    """The places of a part's rows in its tensors. `length_n` [n]: the number of residues of each row."""
 
     def __init__(self, spec: Spec, length_n: npt.NDArray[np.int64]) -> None:
         self.spec, self.kept_n = spec, spec.long.kept(length_n)
@@ -301,27 +282,21 @@ class RowPlaces:
         }
 
     def width(self, output: Output) -> int:
-        """Return how many numbers one row of the tensor of an output has."""
+        """Return the number of columns of an output's tensor; 1 for pair outputs, whose tensor has one dimension."""
         return 1 if output.paired else output.shape(1, self.spec.dim)[-1]
 
     def slice(self, output: Output, row: int) -> slice:
-        """Return which rows of the tensor of `output` hold the values of the sequence number `row` of the part."""
+        """Return the slice of the output's tensor with the values of the part's row `row`."""
         return slice(*self._starts[output.name][row : row + 2].tolist())
 
     def empty(self, output: Output) -> torch.Tensor:
-        """Return a tensor of zeros with the shape for all values of an output in the part."""
+        """Return a tensor of zeros for all values of an output in the part."""
         n = int(self._starts[output.name][-1])
         return torch.zeros((n,) if output.paired else (n, self.width(output)), dtype=TORCH[self.spec.dtype])
 
 
 class Parts:
-    """The parts of an `embed` job. The methods name, find, write and read the files of the parts.
-
-    Args:
-        directory: `OUT.partial`, or a finished directory of parts.
-        plan: the plan in this directory.
-        bucket: the bucket that holds the parts; None if the parts are on a disk.
-    """
+    """The part files of an `embed` job in `directory`, or in `bucket` if the output is in a bucket."""
 
     def __init__(self, directory: Path, plan: Mapping[str, Any], bucket: RemoteDirectory | None = None) -> None:
         self.folder, self._digest, self._bucket = directory / "parts", plan["digest"][:8], bucket
@@ -331,17 +306,17 @@ class Parts:
         return len(self.index.bounds) - 1
 
     def name(self, part: int) -> str:
-        """Return the file name of a part. The name contains a digest of the plan, so other plans have other names."""
+        """Return the file name of a part. Parts of another plan have other names."""
         return f"{part:06d}-{self._digest}.safetensors"
 
     def missing(self) -> list[int]:
-        """Return the numbers of the parts that are not finished."""
+        """Return the numbers of the unfinished parts."""
         names = self.folder.iterdir() if self._bucket is None else map(Path, self._bucket.listing("parts"))
         finished = {path.name for path in names}
         return [part for part in range(len(self)) if self.name(part) not in finished]
 
     def is_done(self, part: int) -> bool:
-        """Whether this process or any other has finished a part."""
+        """Return whether any process has finished a part."""
         if self._bucket is not None:
             return self._bucket.look(f"parts/{self.name(part)}") is not None
         return (self.folder / self.name(part)).exists()
@@ -354,7 +329,7 @@ class Parts:
             scratch.touch()
             mode = scratch.stat().st_mode
             save_file(dict(tensors), scratch, {"note": json.dumps(note)})
-            scratch.chmod(mode)  # save_file makes files that other users could not read
+            scratch.chmod(mode)  # other users cannot read the files of save_file
             with open(scratch, "rb") as file:
                 os.fsync(file.fileno())
             if self._bucket is None:
@@ -365,8 +340,8 @@ class Parts:
             scratch.unlink(missing_ok=True)
 
     def note(self, part: int) -> dict[str, Any]:
-        """Return the `note` in the metadata of a finished part: failed rows, device and versions. Raise `InputError` if
-        the file is truncated or holds another part.
+        """Return the metadata `note` of a finished part: failed rows, device and versions. Raise `InputError` if the
+        file is truncated or contains another part.
         """
         path = self.folder / self.name(part)
         if self._bucket is None or path.exists():
@@ -377,11 +352,11 @@ class Parts:
             metadata = json.loads(self._bucket.first_bytes(f"parts/{path.name}", size + 8)[8:])["__metadata__"]
         note: dict[str, Any] = json.loads(metadata["note"])
         if note["part"] != part:
-            raise InputError(_DAMAGED.format(path, f"it holds part {note['part']}"))
+            raise InputError(_DAMAGED.format(path, f"it contains part {note['part']}"))
         return note
 
 
-_DAMAGED = "{}: is damaged ({}); remove it, and run the same embed again"
+_DAMAGED = "{}: is damaged ({}); remove this file, and run the same embed command again"
 
 
 def opened(path: Path) -> Any:
@@ -393,7 +368,7 @@ def opened(path: Path) -> Any:
 
 
 def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str, Any]:
-    """Write `failed.tsv` and `manifest.json` of a job whose parts are all finished, and return the manifest."""
+    """Write `failed.tsv` and `manifest.json` when all parts are finished, and return the manifest."""
     index, notes = parts.index, [parts.note(part) for part in range(len(parts))]
     reasons = {index.bounds[k] + row: why for k, note in enumerate(notes) for row, why in note["failed"]}
     records = np.flatnonzero(np.isin(index.rows, list(reasons))).tolist() if reasons else []
@@ -416,7 +391,7 @@ def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str
 
 
 def remove(directory: Path) -> None:
-    """Rename a directory, if it exists, and remove it. So no process reads a half-removed directory or adds a file."""
+    """Rename a directory, if it exists, and remove it. So no process reads half of it, or adds a file to it."""
     removed = directory.with_name(f".removed-{directory.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if directory.exists():
@@ -428,13 +403,10 @@ class EmbeddingStore:
     """The embeddings in a finished directory of parts, by record id.
 
     `store["P12345"]` is an array. `store[["P12345", "Q67890"]]` is an array [N, D] if each record has one vector, else
-    a list of arrays. If the store has several outputs, both expressions give a dictionary by the name of the output.
+    a list of arrays. If the store has several outputs, both expressions give a dictionary by output name.
 
-    Args:
-        path: the path of the directory, or its address in a bucket, of which the local cache then keeps a copy.
-
-    Raises:
-        InputError: if the directory is unfinished, or holds no embeddings.
+    `path` is the directory, or its address in a bucket; then it is copied to the local cache. Raise `InputError` if the
+    directory is unfinished or contains no embeddings.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -446,22 +418,22 @@ class EmbeddingStore:
         self.manifest = read_json(self.path / "manifest.json")
         self.spec = Spec.of(self.manifest["spec"])
         self.outputs = self.spec.outputs
-        """The kinds of output that each record has, such as `mean_6`."""
+        """The outputs of each record, such as the mean over residues in layer 6."""
         self.parts = Parts(self.path, self.manifest)
         self.index = self.parts.index
         self.chains: dict[str, list[int]] = read_json(self.index.path / "chains.json")
-        """The number of residues of each chain, by id, for records with several chains. In a record's arrays, the
-        residues of its chains follow each other in this order.
+        """The number of residues of each chain, by record id, for records with several chains. The arrays of a record
+        have the residues of its chains in this order.
         """
         self.failed: dict[str, str] = {}
-        """For each failed record, by id, the reason why the record has no values."""
+        """The reason why a failed record has no values, by record id."""
         if (failed := self.path / "failed.tsv").is_file():
             lines = failed.read_text(encoding="utf-8").splitlines()[1:]
             self.failed = {record_id: reason for record_id, _, reason in (line.split("\t") for line in lines)}
         parts, spec = self.parts, self.spec
 
         @functools.lru_cache(maxsize=_OPEN_PARTS)
-        def open_part(part: int) -> tuple[Any, RowPlaces]:  # A method would keep the store alive.
+        def open_part(part: int) -> tuple[Any, RowPlaces]:  # The cache of a method would keep the store in memory.
             return opened(parts.folder / parts.name(part)), RowPlaces(spec, parts.index.lengths_of(part))
 
         self._open_part = open_part
@@ -494,7 +466,7 @@ class EmbeddingStore:
 
     @property
     def attributes(self) -> dict[str, str | int]:
-        """Return the attributes to store in output files: the model, the outputs and the settings."""
+        """Return the attributes of output files: model, outputs and settings."""
         spec, long = self.spec, self.spec.long
         layers = [*dict.fromkeys(output.layer for output in self.outputs if output.layer is not None)]
         attributes: dict[str, str | int] = {
@@ -515,10 +487,8 @@ class EmbeddingStore:
         return attributes | ({"overlap": long.overlap} if long.mode == "window" else {})
 
     def rows(self, sequences: TokenStore | None = None) -> Iterator[Row]:
-        """Yield each record that has values, in input order. bf16 values are given as their bits, uint16.
-
-        Args:
-            sequences: the token store of the input, for formats that need the sequences.
+        """Yield each record that has values, in input order. bf16 values are their bits as uint16. For formats that
+        need the sequences, pass the token store of the input as `sequences`.
         """
         for start in range(0, len(self), _AT_ONCE):
             stop = min(start + _AT_ONCE, len(self))
@@ -530,7 +500,7 @@ class EmbeddingStore:
                     yield Row(record_id, int(length), self.values(int(row)), residues, chains=chains)
 
     def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of a row by output name. bf16 values are given as uint16 bits. A failed row has zeros."""
+        """Return the arrays of a row by output name. bf16 values are their bits as uint16. A failed row has zeros."""
         part = int(np.searchsorted(self.index.bounds, row, side="right")) - 1
         file, places = self._open_part(part)
         at, values = row - self.index.bounds[part], {}
@@ -550,16 +520,17 @@ class EmbeddingStore:
         return {name: as_float(array, self.spec.dtype) for name, array in values.items()}
 
     def check_reuse(self, spec: Spec) -> None:
-        """Raise `UsageError` if an output of `spec` is missing here or a setting differs: then no row can be copied."""
+        """Raise `UsageError` if no row can be copied for `spec`, because a setting differs or an output is missing."""
         if different := difference(self.spec.settings, spec.settings):
-            raise UsageError(f"--reuse {self.path}: was made with {different}")
+            raise UsageError(f"--reuse {self.path}: was made with {different}; leave --reuse out")
         if missing := [output.title for output in spec.outputs if output not in self.outputs]:
-            held = ", ".join(sorted(output.title for output in self.outputs))
-            raise UsageError(f"--reuse {self.path}: holds {held}, and no {' and '.join(missing)}")
+            titles = ", ".join(sorted(output.title for output in self.outputs))
+            lacks = " and ".join(missing)
+            raise UsageError(f"--reuse {self.path}: contains {titles}, and no {lacks}; leave --reuse out")
 
     def rows_to_reuse(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the number of the row to copy for each key, int64 [M]. This is -1 if no row has the key, or if the row
-        failed or was computed in windows for lack of memory.
+        """Return the number of the row to copy for each key, int64 [M]; -1 if no row has the key, or if the row failed
+        or was computed in windows for lack of memory.
         """
         row_M = self.index.rows_of(keys_M)
         without = [*self.manifest["failed_rows"], *self.manifest["windowed_rows"]]

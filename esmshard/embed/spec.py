@@ -27,10 +27,10 @@ from esmshard.vocab import Chains, join_option
 
 TORCH: dict[Dtype, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 LAYERLESS: tuple[Pool, ...] = ("logits", "contacts")
-"""The kinds of output that come from the whole model and belong to no layer."""
+"""The kinds of output that belong to no layer."""
 
 PARTS = "parts"
-"""The name of the output format that is a directory of parts."""
+"""The output format for a directory of parts."""
 
 
 def choose(
@@ -40,17 +40,14 @@ def choose(
 
     Args:
         pools: the kinds of output, such as `mean`; see the class `Output`.
-        layers: 0 (embedding) to the number of layers. The default is the last, normed layer, which is also called -1.
+        layers: 0 (embedding) to the number of layers; negative numbers count from the last layer, -1. The values of the
+            last layer are those after the final LayerNorm. The default is the last layer.
         config: the architecture of the model.
         model: the name of the model, for messages.
         heads: the attention heads of the output `attentions`, counted from 0; all heads by default.
 
     Raises:
-        UsageError: if a pool, layer or head does not exist, or layers or heads are given to pools that have none.
-
-    >>> from esmshard.model.families.family_registry import SIZES
-    >>> [output.name for output in choose(["mean", "contacts"], [5, 6], SIZES["esm2_t6_8M_UR50D"], "x")]
-    ['mean_5', 'mean_6', 'contacts']
+        UsageError: if a pool, layer or head does not exist, or no pool uses the given layers or heads.
     """
     n_layers = config.n_layers
     if heads and "attentions" not in pools:
@@ -68,7 +65,7 @@ def choose(
             raise UsageError(f"--pool {pool}: one of {', '.join(POOLS)} is expected")
         if pool == "attentions" and 0 in wanted:
             raise UsageError(
-                f"--layers 0: attentions are of layers 1 to {n_layers}, and layer 0 is the embedding; leave 0 out"
+                f"--layers 0: layers 1 to {n_layers} have attentions, and layer 0 is the embedding; leave 0 out"
             )
         of_pool: list[int | None] = [None] if pool in LAYERLESS else [*wanted]
         of_heads = tuple(dict.fromkeys(heads or range(config.n_heads))) if pool == "attentions" else ()
@@ -80,21 +77,21 @@ def choose(
 
 @dataclass(frozen=True)
 class Long:
-    """The treatment of sequences of more than `window` residues.
+    """The treatment of sequences with more than `window` residues.
 
-    `full`: the model gets the whole sequence. Rotary positions allow this, but models were trained on sequences of some
-    1,000 to 2,000 residues. `window`: the model gets overlapping windows of the protein, whose values are blended.
-    `truncate`: the model gets the first `window` residues, and further residues have no values.
+    `full`: the model gets the whole sequence. Rotary positions allow this, but models were trained on sequences of up
+    to 1,000 or 2,000 residues. `window`: the model gets overlapping windows, and the output is their weighted mean.
+    `truncate`: the model gets the first `window` residues, and the other residues have no values.
     """
 
     mode: Literal["full", "window", "truncate"] = "full"
     window: int = 0
-    """The number of residues of a window; 0 means the maximum length of the inputs in the training of the model."""
+    """The number of residues of a window; 0 means the maximum length of the model's training inputs."""
     overlap: int = 256
     """The number of residues that neighbouring windows share."""
 
     def for_model(self, config: ModelConfig) -> "Long":
-        """Return this treatment with the model's window if `window` is 0. Raise `UsageError` for impossible values."""
+        """Replace a `window` of 0 by the model's window. Raise `UsageError` for impossible values."""
         long = self if self.window else replace(self, window=window_of(config))
         if long.mode not in ("full", "window", "truncate"):
             raise UsageError(f"--long {long.mode}: full, window or truncate is expected")
@@ -106,11 +103,11 @@ class Long:
         return long
 
     def kept(self, length: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many residues have values in the output, for each sequence length in `length`."""
+        """Return the number of residues that have values in the output, for each sequence length."""
         return np.minimum(length, self.window) if self.mode == "truncate" else length
 
     def starts(self, length: int) -> list[int]:
-        """Return the first residue of each window of a sequence, counted from 0. Windows are spread evenly over the
+        """Return the first residue (from 0) of each window of a sequence. The windows are spread evenly over the
         sequence, and neighbouring windows share at least `overlap` residues.
 
         >>> Long("window", 100, 20).starts(250), Long("full").starts(250)
@@ -124,10 +121,10 @@ class Long:
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything that determines the values of embeddings, except the sequences and their tracks."""
+    """The settings that determine the values of embeddings, for given sequences and tracks."""
 
     model_hash: str
-    """One sha256 of the weight files and the architecture of the model."""
+    """A sha256 of the model's weight files and architecture."""
     outputs: tuple[Output, ...]
     dim: int
     dtype: Dtype
@@ -136,16 +133,16 @@ class Spec:
     """The dtype of the arithmetic."""
     long: Long
     chains: Chains
-    """How the chains of a record are joined if the record has several chains."""
+    """How the chains of a record are joined."""
 
     @classmethod
     def of(cls, fields: Mapping[str, Any]) -> "Spec":
-        """Make a spec from the dictionary that `dataclasses.asdict` made of a spec, perhaps read from JSON."""
+        """Make a spec from the dictionary that `dataclasses.asdict` has made, which may come from JSON."""
         return TypeAdapter(cls).validate_python(fields)
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings that determine the values of a sequence, as texts by option of the command."""
+        """Return the settings as texts, by option of the command. Kinds of output are not included."""
         long = self.long.mode if self.long.mode == "full" else f"{self.long.mode} --window {self.long.window}"
         long += f" --overlap {self.long.overlap}" if self.long.mode == "window" else ""
         texts = {"model": self.model_hash[:16], "--dtype": self.dtype, "--precision": self.compute, "--long": long}
@@ -154,12 +151,9 @@ class Spec:
     def row_key(self, tokens: npt.NDArray[np.uint8], tracks: Mapping[str, bytes]) -> bytes:
         """Return the key of a row (all values of one sequence), 16 bytes: a digest of settings, tokens and tracks.
 
-        Rows with equal keys are equal except for rounding, so that a row may be copied from an earlier output. The
-        kinds of output are no part of the key, since an earlier output may hold more kinds than a request needs.
-
-        Args:
-            tokens: the residues of the record, with the linkers between its chains, uint8 [L].
-            tracks: the values of each track of the record, as bytes, by the name of the track.
+        Rows with equal keys are equal except for rounding, so a row may be copied from an earlier output. The key does
+        not depend on the kinds of output, because an earlier output may have more kinds than a request needs. `tokens`
+        [L] are the residues of the record, with the linkers between its chains.
         """
         digest = hashlib.blake2b(self._salt, digest_size=16)
         digest.update(tokens.data)
@@ -172,12 +166,12 @@ class Spec:
         return json.dumps(self.settings | {"model": self.model_hash}).encode()
 
     def numbers(self, kept_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many numbers each row has in all outputs, int64 [U]. `kept_U`: the residue count of each row."""
+        """Return the count of numbers in each row, over all outputs, int64 [U]. `kept_U`: residues of each row."""
         return sum((output.numbers(kept_U, self.dim) for output in self.outputs), np.zeros_like(kept_U))
 
 
 def difference(known: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Return a phrase on the first setting in which two embedding jobs differ; None if all settings are equal."""
+    """Return a phrase about the first setting that differs between two embedding jobs; None if none differs."""
     for name in {**wanted, **known}:
         before, now = known.get(name, "without"), wanted.get(name, "without")
         if before != now:
@@ -187,7 +181,7 @@ def difference(known: Mapping[str, str], wanted: Mapping[str, str]) -> str | Non
 
 @dataclass(frozen=True)
 class EmbedRequest:
-    """The embeddings to compute, and the place to write them. All settings are checked, but not the input file."""
+    """The embeddings to compute, and the output path. All settings were checked, but not the input file."""
 
     model: str
     out: Path
@@ -199,7 +193,7 @@ class EmbedRequest:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings of `spec` and the titles of its outputs, as texts by option of the command."""
+        """Return the settings of `spec` and its kinds of output, as texts by option of the command."""
         return self.spec.settings | {"--pool and --layers": ", ".join(output.title for output in self.spec.outputs)}
 
 
@@ -220,21 +214,18 @@ def request(
 ) -> EmbedRequest:
     """Check the options of an embedding job, open the weights of the model, and return the request.
 
-    The arguments are the options of `esmshard embed` (docs/embed.md). For `pools` and `layers` see `choose`; for
-    `device` see `chosen_device` (with `cuda` each process has its own GPU). `tracks`: path or `inside` for each track.
-
-    Raises:
-        UsageError: if the outputs cannot be computed or written.
-        InputError: if the model cannot be read.
+    The arguments are the options of `esmshard embed` (docs/embed.md). For `pools` and `layers` see `choose`, for
+    `device` see `chosen_device`. `tracks` has a path or `inside` for each track. Raise `UsageError` if the outputs
+    cannot be computed or written, and `InputError` if the model cannot be read.
     """
     fmt = fmt or out.suffix.removeprefix(".") or PARTS
     if fmt not in (*FORMATS, PARTS):
         known = ", ".join([*FORMATS, f"{PARTS} (a directory)"])
-        raise UsageError(f"{out}: no format '{fmt}'; there are {known} (by ending, or --format)")
+        raise UsageError(f"{out}: no format '{fmt}'; the formats are {known}; use such an ending, or pass --format")
     if fmt != PARTS and remote.address(out) is not None:
         raise UsageError(
-            f"{remote.address(out)}: embed writes a directory of parts into a bucket; leave the ending out, and let "
-            "`esmshard embeddings merge` make one file of it"
+            f"{remote.address(out)}: embed can only write a directory of parts into a bucket; leave the ending out, "
+            "and run `esmshard embeddings merge` afterwards to make one file"
         )
     source = weights.joining(weights.read(model), join_option(join), f"--join: {model}")
     config = source.config
@@ -248,7 +239,7 @@ def request(
     compute: Dtype = precision_on(computing, precision, "--precision")  # type: ignore[assignment]
     longest, long = config.most_tokens, long.for_model(config)
     if longest is not None and long.mode != "full" and long.window > longest - 2:
-        raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues")
+        raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues; pass at most this")
     spec = Spec(model_hash(source), outputs, config.dim, dtype, compute, long, config.chains)
     files = track_files(tracks or {}, family_of(config).tracks, model, "--track ")
     return EmbedRequest(model, out, fmt, spec, source, computing, tuple(files))

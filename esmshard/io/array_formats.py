@@ -1,7 +1,7 @@
-"""Writers of files that have arrays for each record. Each file format has a class, and `FORMATS` lists the classes.
+"""Writes files with arrays for each record. Each file format has a class, and `FORMATS` lists the classes.
 
 The commands `embed` and `predict` add rows one by one (see `esmshard.io.writers.Writer`). Most writers keep only a few
-rows in memory. The writer of h5ad keeps all rows, and the writer of safetensors keeps the header.
+rows in memory. The h5ad writer keeps all rows, and the safetensors writer keeps the header.
 """
 
 import csv
@@ -31,35 +31,35 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 Dtype = Literal["fp32", "fp16", "bf16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 NUMPY: Mapping[Dtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
-"""The numpy type of each dtype. numpy has no bfloat16, so arrays hold the bits of bf16 as uint16; see `as_float`."""
+"""The numpy type of each dtype. numpy has no bfloat16, so uint16 arrays have the bits of bf16; see `as_float`."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """A kind of array that a model computes for each sequence. The pool and the number L of residues set the shape.
+    """A kind of array that a model computes for each sequence. L is the number of residues.
 
     `mean`, `max` and `cls` are [D], `residue` [L, D], `logits` [L, 33] over the tokens of `esmshard.vocab`, `contacts`
     [L, L] probabilities, `attentions` [H, L, L] probabilities of H heads, with a row for each residue that attends.
-    Arrays have no values of the tokens `<cls>` and `<eos>`, except the pool `cls`. A row of `attentions` sums to less
-    than 1, because its softmax includes these two tokens.
+    Only the pool `cls` has values of the tokens `<cls>` and `<eos>`. A row of `attentions` sums to less than 1, because
+    its softmax includes these two tokens.
     """
 
     pool: Pool
     layer: int | None
-    """The layer, from 0 (embedding) to the number of layers; None for `logits` and `contacts`. Transformer block n
-    computes the representation and the attentions of layer n. Layer 0 has no attentions.
+    """The layer: 0 is the embedding, and n is the output of transformer block n (from 1), which also computes the
+    attentions of layer n. None for `logits` and `contacts`.
     """
     heads: tuple[int, ...] = ()
-    """The numbers of the attention heads, from 0, for the pool `attentions`; empty for every other pool."""
+    """The attention heads, from 0, for the pool `attentions`; empty for other pools."""
 
     @property
     def name(self) -> str:
-        """The name of this output in files, such as `mean_33` or `contacts`."""
+        """The name in files, such as `mean_33` or `contacts`."""
         return self.pool if self.layer is None else f"{self.pool}_{self.layer}"
 
     @property
     def title(self) -> str:
-        """The name of this output and its heads for messages, such as `attentions_6 of heads 0,3`."""
+        """The name for messages, with heads, such as `attentions_6 of heads 0,3`."""
         return f"{self.name} of heads {','.join(map(str, self.heads))}" if self.heads else self.name
 
     @property
@@ -81,23 +81,22 @@ class Output:
         return (length, dim if self.pool == "residue" else VOCAB_SIZE)
 
     def numbers(self, length: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.int64]:
-        """Return the number of values in the array of each of N sequences, int64 [N]. `length` has the lengths."""
+        """Return the number of values in the array of each sequence, int64 [N], from the N values of `length`."""
         return math.prod(self.shape(length, dim), start=np.ones_like(length))
 
 
 @dataclass(frozen=True)
 class About:
-    """The description of a file with arrays, which a `FormatWriter` gets before the rows."""
+    """The description of a file with arrays."""
 
     outputs: tuple[Output, ...]
     dim: int
     """The number D of values in one vector of the model."""
     dtype: Dtype
-    """The dtype of the stored numbers."""
     n_records: int | None
-    """The number of records; None if the number is not known before the last record."""
+    """The number of records; None if not known in advance."""
     attributes: Mapping[str, Any]
-    """Texts and integers for the file about the model, layers, pools, dtypes and the treatment of long proteins."""
+    """Texts and integers about the model, layers, pools, dtypes and the treatment of long proteins."""
 
 
 @dataclass(frozen=True)
@@ -106,45 +105,41 @@ class Row:
 
     id: str
     length: int
-    """The number of residues of the whole record, even if the model has read only a part of the record."""
+    """The number of residues in the record, even if the model has read only some of them."""
     chains: tuple[int, ...] = field(default=(), kw_only=True)
-    """The number of residues of each chain; empty for a record of one chain. The arrays in `values` have the residues
-    of one chain after the other, without linkers."""
+    """The number of residues in each chain; empty for a record of one chain. The arrays in `values` have no linkers."""
     values: Mapping[str, npt.NDArray[Any]]
     """The arrays by `Output.name`, each with the shape `Output.shape` and the type `NUMPY[About.dtype]`."""
     residues: str = ""
-    """The whole sequence if the format has `FormatWriter.by_sequence`; otherwise empty."""
+    """The sequence if `FormatWriter.by_sequence` is set; otherwise empty."""
 
 
 def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
-    """Return the values in a type with which numpy can compute: bf16 becomes float32, other types do not change."""
+    """Convert the bits of bf16 to float32. Return values of other types unchanged."""
     if dtype != "bf16":
         return values
     return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 class FormatWriter(Writer):
-    """The base class of the writers of all formats. `add` is called once for each record, in input order.
-
-    The docstring of each subclass describes its files.
-    """
+    """The base class of all formats. The docstring of each subclass describes its files."""
 
     default_pool: ClassVar[Pool]
-    """The default of the option `--pool` for this format."""
+    """The default of the option `--pool`."""
     pools: ClassVar[tuple[Pool, ...]] = POOLS
-    """The pools that the format can hold."""
+    """The pools that the format can store."""
     dtypes: ClassVar[tuple[Dtype, ...]] = ("fp32", "fp16")
-    """The dtypes that the format can hold. HDF5 and Arrow have no bfloat16."""
+    """The dtypes that the format can store. HDF5 and Arrow have no bfloat16."""
     several: ClassVar[bool] = True
-    """Whether the format can hold more than one output."""
+    """Whether the format can store more than one output."""
     by_sequence: ClassVar[bool] = False
-    """Whether equal sequences are written only once, with the id of the first record that has the sequence."""
+    """Whether equal sequences are written only once, with the id of the first record."""
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
-    """The maximum size of one number in the file in bytes, for each dtype."""
+    """The maximum size of a number in the file in bytes, for each dtype."""
     header: ClassVar[float] = float("inf")
-    """The maximum size of the file's header in bytes. The header has the ids of all records."""
+    """The maximum size in bytes of the file's header, which has all ids."""
     extra: ClassVar[tuple[str, str] | None] = None
-    """The Python module that writes the format, and the pip extra of esmshard that installs this module."""
+    """The Python module that writes the format, and its pip extra in esmshard."""
 
     def __init__(self, out: Path, about: About) -> None:
         self.require(out)
@@ -154,21 +149,21 @@ class FormatWriter(Writer):
         if about.n_records is not None:
             self.attributes["records"] = about.n_records
         self.n = 0
-        """The number of records that are written, which is the index of the next record."""
+        """The number of written records."""
 
     @classmethod
     def require(cls, out: Path) -> None:
-        """Raise a `UsageError` with the install command if the library of the format is missing."""
+        """Raise a `UsageError` with the install command if the format's library is missing."""
         if cls.extra is not None:
             library(*cls.extra, out)
 
     @classmethod
     def check_place(cls, out: Path, *, overwrite: bool) -> None:
-        """Raise a `UsageError` if the file exists and `overwrite` is false, an `InputError` if `out` is a directory."""
+        """Raise `UsageError` if `out` exists and `overwrite` is false, and `InputError` if `out` is a directory."""
         check(out, overwrite=overwrite)
 
     def add(self, row: Row) -> None:
-        """Check the arrays of one record, and write the record."""
+        """Check the arrays of a record, and write the record. Call this once for each record, in input order."""
         for output in self.about.outputs:
             values = row.values[output.name]
             assert values.dtype == NUMPY[self.about.dtype], f"{row.id}: {output.name} is {values.dtype}"
@@ -181,11 +176,11 @@ class FormatWriter(Writer):
         """Write one record in this format."""
 
     def finish(self) -> None:
-        """Check that all records were added. Subclasses also write the data that are left."""
+        """Check that all records were added. Subclasses also write the remaining data."""
         assert self.about.n_records in (None, self.n), f"{self.n} rows came, not {self.about.n_records}"
 
     def named(self, row: Row) -> list[tuple[str, npt.NDArray[Any]]]:
-        """Return the names and arrays of a record. A name is the id, or `OUTPUT/ID` if the file has several outputs."""
+        """Return the name and array of each output. The name is the id, or `OUTPUT/ID` for several outputs."""
         names = [output.name for output in self.about.outputs]
         return [(f"{name}/{row.id}" if len(names) > 1 else row.id, row.values[name]) for name in names]
 
@@ -193,10 +188,10 @@ class FormatWriter(Writer):
 class Hdf5Format(FormatWriter):
     """`x.h5`: one data set for each record, in input order. The key is the id with `_` instead of `/`.
 
-    Each data set has the attribute `original_id`. If the record has several chains, the attribute `chain_lengths` has
-    the number of residues of each chain. If two ids give the same key, the later key gets a number. With several
-    outputs, each output has a group of data sets. The HDF5 attributes of the file are `About.attributes`, `dim` and, if
-    known, `records`. The same rows always give the same bytes.
+    If two ids give the same key, the later key gets a number. With several outputs, each output has a group of data
+    sets. Each data set has the attribute `original_id`, and for several chains `chain_lengths`, the number of residues
+    in each chain. The file's HDF5 attributes are `About.attributes`, `dim` and, if known, `records`. The same rows
+    always give the same bytes.
     """
 
     default_pool = "residue"
@@ -220,7 +215,7 @@ class Hdf5Format(FormatWriter):
             number += 1
             key = f"{base}_{number}"
         for name, group in self._groups.items():
-            # With HDF5 time stamps, two files of the same rows would differ.
+            # Time stamps would make two files of the same rows differ.
             data = group.create_dataset(key, data=row.values[name], track_times=False)
             data.attrs["original_id"] = row.id
             if row.chains:
@@ -230,9 +225,8 @@ class Hdf5Format(FormatWriter):
 class BiotrainerFormat(Hdf5Format):
     """An HDF5 file for biotrainer 1.4: one data set for each distinct sequence. The key is a hash of the sequence.
 
-    The key is the sha256 of a text such as `MKV_3`: the sequence, `_` and the length. The attribute `original_id` is
-    the id of the first record with this sequence. (Sources in biotrainer: `utilities.calculate_sequence_hash` and
-    `embedders.services.EmbeddingService`.)
+    The key is the sha256 of a text such as `MKV_3`, with sequence and length. The attribute `original_id` is the first
+    record's id. (Sources in biotrainer: `utilities.calculate_sequence_hash`, `embedders.services.EmbeddingService`.)
     """
 
     pools = ("mean", "max", "cls", "residue")
@@ -247,13 +241,13 @@ class BiotrainerFormat(Hdf5Format):
             data.attrs["original_id"] = row.id
         elif not np.array_equal(self._file[key][()], values, equal_nan=True):
             raise InputError(
-                f"{self.out}: record '{row.id}' has the same sequence as an earlier record but other values (other "
-                "tracks?), and biotrainer-h5 stores one embedding of a sequence; write it with --format h5"
+                f"{self.out}: record '{row.id}' has the same sequence as an earlier record but other values, perhaps "
+                "because of its tracks, and biotrainer-h5 stores one embedding for each sequence; use --format h5"
             )
 
 
 class NpyFormat(FormatWriter):
-    """`x.npy` [N, D] has the vectors of one pooled output in input order. `x.ids.txt` has one id on each line."""
+    """`x.npy` [N, D]: the vectors of one pooled output, in input order. `x.ids.txt` has one id on each line."""
 
     default_pool = "mean"
     pools = ("mean", "max", "cls")
@@ -265,9 +259,8 @@ class NpyFormat(FormatWriter):
 
     def open(self) -> None:
         self._file = self.files.enter_context(open(self.work, "wb"))
-        self._ids = self.files.enter_context(
-            open(self.work.with_suffix(".ids.txt"), "w", encoding="utf-8", newline="\n")
-        )
+        ids = open(self.work.with_suffix(".ids.txt"), "w", encoding="utf-8", newline="\n")
+        self._ids = self.files.enter_context(ids)
         descr = np.lib.format.dtype_to_descr(np.dtype(NUMPY[self.about.dtype]))
         shape = (self.about.n_records or 0, self.about.dim)
         np.lib.format.write_array_header_1_0(self._file, {"descr": descr, "fortran_order": False, "shape": shape})
@@ -281,8 +274,8 @@ class NpyFormat(FormatWriter):
 class CsvFormat(FormatWriter):
     """`x.csv`: a line for each record in input order, with the id and the D numbers of one pooled output.
 
-    The first line has an empty cell and the numbers 0 to D - 1. `pandas.DataFrame.to_csv` writes the same format, and
-    EVOLVEpro reads it (https://github.com/mat10d/EvolvePro). Numbers have enough digits to be read back exactly.
+    The first line has an empty cell and the numbers 0 to D - 1, as `pandas.DataFrame.to_csv` writes tables and
+    EVOLVEpro (https://github.com/mat10d/EvolvePro) reads them. Numbers have enough digits for an exact reading.
     """
 
     default_pool = "mean"
@@ -301,17 +294,17 @@ class CsvFormat(FormatWriter):
 
 
 class BlockFormat(FormatWriter):
-    """The base class of writers that keep rows in memory, and write many rows at once as a block."""
+    """The base class of writers that write many rows at once as a block."""
 
     BLOCK: ClassVar[float] = 1 << 20
-    """The number of values in memory at which the rows are written as a block."""
+    """The number of values in memory after which a block is written."""
 
     def open(self) -> None:
         self._waiting: list[Row] = []
         self._numbers = 0
 
     def write(self, row: Row) -> None:
-        # The arrays are copied, since a slice of a larger array would keep the larger array in memory.
+        # A slice of a larger array would keep the larger array in memory.
         self._waiting.append(replace(row, values={name: values.copy() for name, values in row.values.items()}))
         self._numbers += sum(values.size for values in row.values.values())
         if self._numbers >= self.BLOCK:
@@ -323,8 +316,7 @@ class BlockFormat(FormatWriter):
             self.write_block(rows)
 
     @abstractmethod
-    def write_block(self, rows: Sequence[Row]) -> None:
-        """Write the rows of a block."""
+    def write_block(self, rows: Sequence[Row]) -> None: ...
 
     def finish(self) -> None:
         super().finish()
@@ -334,8 +326,8 @@ class BlockFormat(FormatWriter):
 class ParquetFormat(BlockFormat):
     """`x.parquet`: one row for each record, with the columns `id` and `length`, and a column for each output.
 
-    A pooled output is a list of D numbers. `residue` is a list of L lists of D numbers, `logits` of L lists of 33
-    numbers. `contacts` is one list of L x L numbers, row by row. The schema's metadata has `About.attributes`.
+    A pooled output is a list of D numbers. `residue` and `logits` are lists of L lists of D or 33 numbers. `contacts`
+    is one list of L x L numbers, row by row. The schema's metadata has `About.attributes`.
     """
 
     default_pool = "mean"
@@ -354,7 +346,7 @@ class ParquetFormat(BlockFormat):
             numbers = pa.list_(number, -1 if output.paired else output.shape(1, self.about.dim)[-1])
             types[output.name] = numbers if output.pooled or output.paired else pa.list_(numbers)
         schema = pa.schema(types, metadata={key: str(value) for key, value in self.attributes.items()})
-        # Embeddings rarely have equal numbers, so dictionary, compression and statistics cost time and save nothing.
+        # Embeddings rarely have equal numbers, so dictionary, compression and statistics save no space.
         plain: dict[str, Any] = {"use_dictionary": False, "compression": "none", "write_statistics": ["id", "length"]}
         self._file = self.files.enter_context(parquet.ParquetWriter(self.work, schema, **plain))
 
@@ -385,7 +377,7 @@ class NpzFormat(FormatWriter):
 
 
 class AnnDataFormat(BlockFormat):
-    """`x.h5ad`: an AnnData file. `X` [N, D] is the first output, and the entries of `obsm` are the other outputs.
+    """`x.h5ad`: an AnnData file. `X` [N, D] is the first output, and `obsm` has the other outputs.
 
     `obs` has the ids as index and a column `length`. `uns` has `About.attributes`. All rows stay in memory.
     """
@@ -417,14 +409,14 @@ class AnnDataFormat(BlockFormat):
 class SafetensorsFormat(FormatWriter):
     """`x.safetensors`: one tensor for each record. Its name is the id, or `OUTPUT/ID` for several outputs.
 
-    The file has the length of the header (8 bytes, little-endian), a JSON header, and the tensors
-    (https://github.com/huggingface/safetensors). The library would need all tensors in memory, so this class writes the
-    file itself. The tensors wait in a temporary file, because the header comes first and is complete only at the end.
+    The library needs all tensors in memory, so this class writes the file without the library: the header length (8
+    bytes, little-endian), a JSON header, and the tensors (https://github.com/huggingface/safetensors). A temporary file
+    has the tensors until the header is complete.
     """
 
     default_pool = "residue"
     dtypes = DTYPES
-    header = 100_000_000  # The library safetensors reads no larger header.
+    header = 100_000_000  # The library reads no larger header.
 
     def open(self) -> None:
         metadata = {key: str(value) for key, value in self.attributes.items()}
@@ -435,7 +427,7 @@ class SafetensorsFormat(FormatWriter):
     def write(self, row: Row) -> None:
         for name, values in self.named(row):
             if name == "__metadata__":
-                raise UsageError(f"{self.out}: a safetensors file keeps the name '{name}' for itself; use --format h5")
+                raise UsageError(f"{self.out}: safetensors keeps the name '{name}' for itself; rename the record")
             end = self._at + values.nbytes
             code = {"fp32": "F32", "fp16": "F16", "bf16": "BF16"}[self.about.dtype]
             self._entries[name] = {"dtype": code, "shape": list(values.shape), "data_offsets": [self._at, end]}
@@ -455,11 +447,11 @@ class SafetensorsFormat(FormatWriter):
 
 
 class ZarrFormat(BlockFormat):
-    """`x.zarr`: a Zarr group (format 3) with an array for each output. The attributes of the group describe the file.
+    """`x.zarr`: a Zarr group (format 3) with an array for each output, `ids` [N], `lengths` [N] and attributes.
 
     A pooled output is [N, D]. For other outputs (`residue` [L, D], `logits` [L, 33], pair maps as flat arrays), the
     arrays of all records are joined along the first axis, where record n has the range `starts_OUTPUT[n]` to
-    `starts_OUTPUT[n + 1]`. `ids` and `lengths` are [N].
+    `starts_OUTPUT[n + 1]`.
     """
 
     default_pool = "mean"
@@ -475,7 +467,7 @@ class ZarrFormat(BlockFormat):
         import zarr
 
         super().open()
-        check_replaced(self.out, ["*"], marker="zarr.json")  # The directory may be newer than the first check.
+        check_replaced(self.out, ["*"], marker="zarr.json")  # The directory may be new since the first check.
         self._group: Any = zarr.open_group(self.work, mode="w", zarr_format=3)
         self._group.attrs.update(self.attributes)
         self._ids: list[str] = []
@@ -515,34 +507,34 @@ FORMATS: dict[str, type[FormatWriter]] = {
     "safetensors": SafetensorsFormat,
     "biotrainer-h5": BiotrainerFormat,
 }
-"""The writer class of each format. The key is the value of the option `--format`, or the file extension."""
+"""The writer class of each format, by file extension or value of `--format`."""
 _NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; write them to x.h5"
 
 
 def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
-    """Raise a `UsageError` if a format cannot hold the outputs, or if the library of the format is missing.
+    """Raise a `UsageError` if a format cannot store the outputs, or if its library is missing.
 
-    The message names a format that can hold the outputs, or the command to install the library. `records` is the number
-    of records, and `id_bytes` the size of all ids in bytes; 0 if these numbers are not known.
+    The message has a suitable format or the install command. `id_bytes` is the size of all ids in bytes. `records` and
+    `id_bytes` are 0 if not known.
     """
     if fmt not in FORMATS:
-        raise UsageError(f"{out}: no format '{fmt}'; there are {', '.join(FORMATS)} (by ending, or --format)")
+        raise UsageError(f"{out}: no format '{fmt}'; choose {', '.join(FORMATS)} by the file extension or --format")
     if reason := _reason(fmt, outputs, dtype):
         others = " or ".join(other for other in FORMATS if not _reason(other, outputs, dtype))
-        raise UsageError(f"{out}: {reason}; write it with --format {others}")
-    if len(outputs) * (60 * records + id_bytes) > FORMATS[fmt].header:  # A record takes 60 bytes or more, and the id.
+        raise UsageError(f"{out}: {reason}; use --format {others}")
+    if len(outputs) * (60 * records + id_bytes) > FORMATS[fmt].header:  # The header has 60 bytes or more per record.
         raise UsageError(_NO_ROOM.format(out))
     FORMATS[fmt].require(out)
 
 
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:
-    """Return the reason why a format cannot hold the outputs; '' if the format can hold the outputs."""
+    """Return the reason why a format cannot store the outputs; '' if the format can store the outputs."""
     writer = FORMATS[fmt]
     for output in outputs:
         if output.pool not in writer.pools:
-            return f"{fmt} has a place for {', '.join(writer.pools)}, and none for {output.name}"
+            return f"{fmt} has a place for {', '.join(writer.pools)}, but none for {output.name}"
     if len(outputs) > 1 and not writer.several:
-        return f"{fmt} holds one output, and not {' and '.join(output.name for output in outputs)}"
+        return f"{fmt} holds one output, but {' and '.join(output.name for output in outputs)} are requested"
     if dtype not in writer.dtypes:
-        return f"{fmt} holds {' and '.join(writer.dtypes)}, and not {dtype}"
+        return f"{fmt} stores numbers as {' or '.join(writer.dtypes)}, not {dtype}"
     return ""

@@ -1,11 +1,10 @@
-"""`KEY=VALUE` attributes in FASTA headers, as FLIP and biotrainer write them.
+"""Reads `KEY=VALUE` attributes in FASTA headers, as FLIP and biotrainer write them.
 
     >Seq1 TARGET=0.1 SET=train VALIDATION=False        FLIP, biotrainer before 1.0
     >Seq1 TARGET=DVCD SET=val MASK=1101                biotrainer 1.0 and later
 
-White space separates attributes, so a value is one word. Only the requested keys are read, so `OS=Homo sapiens` in a
-UniProt header is ignored. A lower-case key is read as upper case and counted in an `Edits` object.
-(Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
+White space separates attributes, so a value is one word. Other keys, such as `OS=` in UniProt headers, are ignored.
+A lower-case key is read as upper case. (Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
 """
 
 import functools
@@ -24,21 +23,15 @@ _SPLITS: dict[str, Split] = {
 }  # fmt: skip
 _WORD = re.compile(r"\S+", re.ASCII)  # The FASTA reader also splits ids only at ASCII white space.
 TRUTH = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
-"""The truth values of texts that mean yes or no. The texts are in lower case."""
+"""The truth value of each lower-case text that means yes or no."""
 FLOAT32_MAX = 3.4028234663852886e38
 
 
 def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None = None) -> dict[str, str]:
-    """Return the values of the requested keys in a FASTA header, by key. Keys that the header lacks are left out.
+    """Return the values of the upper-case `keys` in a FASTA header, by key. Missing keys are left out.
 
-    Args:
-        header: the header line without `>`. The first word is the id.
-        keys: the requested keys, in upper case.
-        where: the file, or file and line, for messages.
-        edits: counts the lower-case keys.
-
-    Raises:
-        InputError: an attribute occurs twice, has no value, or has no space before it; the message names the record.
+    `where` is the file, or file and line, for messages. `edits` counts lower-case keys. Raise `InputError` with the id
+    if a key occurs twice, has no value, or has no space before it.
 
     >>> attributes("Seq1 TARGET=0.1 SET=train", ("TARGET", "SET"), "x.fasta")
     {'TARGET': '0.1', 'SET': 'train'}
@@ -56,13 +49,13 @@ def attributes(header: str, keys: Sequence[str], where: str, edits: Edits | None
             record = f"{where}: record {shown(id_of(header))}"
             if before or not place or "=" in value:
                 raise InputError(
-                    f"{record} has {shown(word)} as one word; white space divides the id and the attributes, as in "
-                    "'>Seq1 TARGET=0.1 SET=train'"
+                    f"{record} has {shown(word)} as one word; write a space after the id and after each attribute, as "
+                    "in '>Seq1 TARGET=0.1 SET=train'"
                 )
             if not value:
-                raise InputError(f"{record} has nothing after '{written}='; write its value there, or leave it out")
+                raise InputError(f"{record} has no value after '{written}='; add a value, or remove '{written}='")
             if key in values:
-                raise InputError(f"{record} has {key}= twice; leave one of them out")
+                raise InputError(f"{record} has {key}= twice; remove one of the two")
             if written != key and edits is not None:
                 edits.add("lower-case keys were read as upper case", id_of(header))
             values[key] = value
@@ -75,21 +68,16 @@ def _keyed(keys: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def id_of(header: str) -> str:
-    """Return the id in a FASTA header, which is its first word; '' for an empty header."""
+    """Return the id, the first word of a FASTA header; '' for an empty header."""
     word = _WORD.search(header)
     return word[0] if word else ""
 
 
 def split_of(set_value: str, validation: str, where: str) -> Split:
-    """Return the split of a record from its attributes SET and VALIDATION. `SET=train VALIDATION=True` gives `valid`.
+    """Return the split of a record from the values of SET and VALIDATION. `SET=train VALIDATION=True` gives `valid`.
 
-    Args:
-        set_value: the value of SET: `train`, `val`, `valid`, `validation` or `test`, in upper or lower case.
-        validation: the value of VALIDATION: a key of `TRUTH`, or '' if the record has no VALIDATION.
-        where: file and record, for messages.
-
-    Raises:
-        InputError: a value is unknown, or the two values contradict each other.
+    `validation` is '' for a record without VALIDATION. `where` is the file and record for messages. Raise `InputError`
+    if a value is unknown, or if the two values contradict each other.
     """
     split = _SPLITS.get(set_value.lower())
     if split is None:
@@ -101,8 +89,8 @@ def split_of(set_value: str, validation: str, where: str) -> Split:
         raise InputError(f"{where}: VALIDATION is {shown(validation)}; write True or False")
     if truth and split == "test":
         raise InputError(
-            f"{where}: SET is test and VALIDATION is {validation}; a test protein must not choose the model, so write "
-            "SET=train or VALIDATION=False"
+            f"{where}: SET is test and VALIDATION is {validation}; a test protein cannot also be used for validation, "
+            "so write SET=train or VALIDATION=False"
         )
     if not truth and split == "valid":
         raise InputError(f"{where}: SET is {set_value}, but VALIDATION is {validation}; leave VALIDATION out")
@@ -115,16 +103,16 @@ def is_split(name: str) -> bool:
 
 
 def number(text: str, where: Callable[[], str]) -> float:
-    """Return the value of an attribute as a number. A text in `tables.MISSING`, such as `nan`, becomes NaN.
+    """Convert the value of an attribute to a number. A missing value (`tables.MISSING`), such as `nan`, becomes NaN.
 
-    `where` returns the record and the key for messages. Any other text that is no finite float32 is an `InputError`.
+    Raise `InputError` if the value is no finite float32. `where` returns the record and the key for the message.
     """
     if text.lower() in MISSING:
         return float("nan")
     value = float(text) if NUMBER.fullmatch(text) else float("inf")
     if abs(value) > FLOAT32_MAX:
         raise InputError(
-            f"{where()} is {shown(text)}, which is not a finite number; write one with a decimal point, or nan "
-            "where there is none; for names of classes, set task.kind=class"
+            f"{where()} is {shown(text)}, which is not a finite number; write a number with a decimal point, or nan "
+            "for a missing value; if the values are class names, set task.kind=class"
         )
     return value

@@ -1,4 +1,4 @@
-"""Files and directories: atomic writes, sha256, sizes and caches. This module does not import torch."""
+"""Provides atomic writes, sha256 hashes, caches and size texts. This module does not import torch."""
 
 import fnmatch
 import glob
@@ -11,7 +11,7 @@ import shutil
 import socket
 import uuid
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
@@ -25,10 +25,9 @@ def read_json(path: Path) -> Any:
 
 @contextmanager
 def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
-    """Provide a new open file, of UTF-8 text or (with `binary`) of bytes. The file replaces `path` when the block ends.
+    """Open a new file for UTF-8 text, or for bytes if `binary` is set. The file replaces `path` when the block ends.
 
-    The new file has a temporary name until all its bytes are on disk, and is then renamed to `path`. If the block ends
-    with an error, the new file is removed, and an older file at `path` stays.
+    All bytes are on disk before the file gets the name `path`. After an error, an older file at `path` is unchanged.
     """
     work = path.with_name(f".tmp-{path.name}")
     try:
@@ -43,13 +42,13 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file in one step. A reader of the file finds either the old text or the new text."""
+    """Replace the text of a file in one step. A reader sees either the old text or the new text."""
     with replacing(path) as file:
         file.write(text)
 
 
 def replace_json(path: Path, value: Any) -> None:
-    """Write a value to a JSON file in one step (see `replace_text`). NaN becomes null, since JSON has no NaN."""
+    """Write a value to a JSON file in one step, as `replace_text` does. NaN becomes null, since JSON has no NaN."""
     replace_text(path, json.dumps(_without_nan(value), indent=1) + "\n")
 
 
@@ -62,7 +61,7 @@ def _without_nan(node: Any) -> Any:
 
 
 def sync_directory(path: Path) -> None:
-    """Write the file names of a directory to disk, so that renames survive a power cut. Do nothing on Windows."""
+    """Write the file names of a directory to disk, so that a power cut cannot undo renames. Do nothing on Windows."""
     if os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
         try:
@@ -71,15 +70,14 @@ def sync_directory(path: Path) -> None:
             os.close(handle)
 
 
-_IN_USE: set[str] = set()
-"""The names of the scratch directories that this process uses now."""
+_IN_USE: set[str] = set()  # The names of the scratch directories that this process uses now.
 
 
 @contextmanager
 def scratch_directory(out: Path) -> Iterator[Path]:
     """Provide an empty directory in the parent of `out`, and remove it when the block ends.
 
-    Older scratch directories for `out` are removed first, if killed processes of this machine left them behind.
+    First remove older scratch directories for `out` that killed processes of this machine did not remove.
     """
     out = _absolute(out)
     _remove_leftovers(out)
@@ -99,7 +97,7 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
     """Provide an empty directory, which replaces `out` when the block ends without an error.
 
     If `sync` is set, all files are on disk before the directory is renamed. An older `out` is first renamed to
-    `.old-NAME`. If this process is killed between the two renames, `settle` gives the older directory its name back.
+    `.old-NAME`. If this process is killed between the two renames, `settle` restores the older directory.
     """
     out = _absolute(out)
     settle(out)
@@ -121,36 +119,32 @@ def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
 
 
 def check_replaced(out: Path, written: Collection[str], marker: str | None = None) -> None:
-    """Check that a command may replace the directory `out`, since `out` is missing or has only files of a result.
+    """Raise `UsageError` if `out` is a file, or a directory with files that the command did not write.
 
     Args:
-        out: the directory that the result would replace as a whole.
+        out: the directory that a new result would replace.
         written: `fnmatch` patterns of the files that the command writes, relative to `out`.
-        marker: a file that every result has. If `out` lacks this file, `out` is no result, and any file is an error.
-
-    Raises:
-        UsageError: `out` is a file, or has files that match no pattern; the message names the first three files.
+        marker: a file that every result has. If `out` does not have this file, any file in `out` is an error.
     """
     if not os.path.lexists(out):
         return
     if not out.is_dir():
-        raise UsageError(f"{out}: is a file, and a directory would replace it; choose another name")
+        raise UsageError(f"{out}: is a file, but the result is a directory; choose another name")
     names = sorted(path.relative_to(out).as_posix() for path in out.rglob("*") if not path.is_dir())
     if marker is None or marker in names:
         names = [name for name in names if not any(fnmatch.fnmatchcase(name, pattern) for pattern in written)]
     if names:
         more = f" and {len(names) - 3:,} more files" if len(names) > 3 else ""
         raise UsageError(
-            f"{out}: holds {', '.join(names[:3])}{more}, which no earlier result of this command has, so it is not "
-            "replaced; move them, or choose another directory"
+            f"{out}: contains {', '.join(names[:3])}{more}, which are not part of an earlier result, so the directory "
+            "is not replaced; move these files, or choose another directory"
         )
 
 
 def settle(out: Path) -> list[str]:
-    """Remove what killed calls of `whole_directory` for `out` left behind. If only `.old-NAME` exists, restore `out`.
+    """Remove the temporary directories of killed `whole_directory` calls for `out`. Restore `out` from `.old-NAME`.
 
-    Returns:
-        A sentence for each scratch directory of another machine, which stays because its process may still run.
+    Return a sentence for each scratch directory of another machine. The directory stays, because its process may run.
     """
     out = _absolute(out)
     old = out.with_name(f".old-{out.name}")
@@ -163,7 +157,6 @@ def settle(out: Path) -> list[str]:
 
 
 def _remove_leftovers(out: Path) -> list[str]:
-    """Remove the scratch directories for `out` whose processes have ended. Return the sentences of `settle`."""
     of_other_machines = []
     for leftover in sorted(out.parent.glob(f".tmp-{glob.escape(out.name)}-*")):
         maker = re.fullmatch(r"(.+)-(\d+)(\.[0-9a-f]{8})?", leftover.name.removeprefix(f".tmp-{out.name}-"))
@@ -182,7 +175,7 @@ def _absolute(out: Path) -> Path:
 
 
 def _work(out: Path) -> Path:
-    """Return a new path with machine and process in its name. Other users could not read a `mkdtemp` directory."""
+    # Other users could not read a directory of `mkdtemp`.
     return out.with_name(f".tmp-{out.name}-{socket.gethostname()}-{os.getpid()}.{uuid.uuid4().hex[:8]}")
 
 
@@ -194,20 +187,18 @@ def _remove(path: Path) -> None:
 
 
 def lives(pid: int) -> bool:
-    """Return whether the process `pid` exists on this machine. On systems other than POSIX, return always True."""
+    """Return whether the process `pid` exists on this machine. Always return True on systems other than POSIX."""
     if os.name != "posix":  # On other systems signal 0 is a real signal.
         return True
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+    except OSError as error:  # A process of another user is a PermissionError.
+        return not isinstance(error, ProcessLookupError)
     return True
 
 
 def size_text(count: float) -> str:
-    """Format a number of bytes on a disk in decimal units.
+    """Format a file size in bytes, in decimal units.
 
     >>> size_text(7.5e12), size_text(2_605_000_000), size_text(31_400_000)
     ('7.50 TB', '2.60 GB', '31.40 MB')
@@ -218,7 +209,7 @@ def size_text(count: float) -> str:
 
 
 def memory_text(count: float) -> str:
-    """Format a number of bytes of memory in binary units.
+    """Format a memory size in bytes, in binary units.
 
     >>> memory_text(3 * 2**29), memory_text(3 * 2**20)
     ('1.50 GiB', '3 MiB')
@@ -233,45 +224,35 @@ def sha256(path: Path) -> str:
 
 
 def state(path: Path) -> tuple[int, int, int, int]:
-    """Return inode, size, mtime and ctime (ns) of a file. An edit or a new file changes at least one number.
-
-    The ctime changes at an edit even if a program sets the mtime back.
-    """
+    """Return inode, size in bytes, mtime and ctime (ns) of a file. Every edit changes at least the ctime."""
     status = path.stat()
     return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def remembered_sha256(path: Path) -> str:
-    """Return the sha256 of a file. The hash stays in the user's cache, so an unchanged file is read only once.
+    """Return the sha256 of a file. If `state` has not changed since the last call, the hash is from the user's cache.
 
-    The cache key is the path and the result of `state`, which disk damage does not change. To detect damage, call
-    `sha256`.
+    Disk damage does not change `state`. To detect damage, call `sha256`.
     """
     name = f"{path.resolve()}/{state(path)}"
     known = cache_directory() / "hashes" / hashlib.sha256(name.encode()).hexdigest()[:32]
-    try:
+    with suppress(OSError):
         text = known.read_text(encoding="ascii")
         if len(text) == 64:
             return text
-    except OSError:
-        pass
     digest = sha256(path)
-    try:
+    with suppress(OSError):  # Without a cache the file is read again the next time.
         known.parent.mkdir(parents=True, exist_ok=True)
         replace_text(known, digest)
-    except OSError:  # Without a cache the file is read again the next time.
-        pass
     return digest
 
 
 ABSOLUTE = re.compile(r"(?<![\w.:/~<&])~?/(?:[^\s/\"'<>,;:()]+/)+(?=[^\s/])")
-"""A pattern that finds absolute paths in a text. A match is the path without its last part, `/home/me/` of
-`/home/me/x.fasta`. URLs are not matched.
-"""
+"""Matches the directories of each absolute path in a text, such as `/home/me/` in `/home/me/x.fasta`, but no URLs."""
 
 
 def without_directories(value: Any) -> Any:
-    """Shorten every absolute path in a JSON value to its last part, so that no private directory is shown.
+    """Shorten every absolute path in a JSON value to its last part, so that private directories are not shown.
 
     >>> without_directories({"model": "/home/me/my runs/model", "notices": ["/data/x.fasta: 3 records"]})
     {'model': 'model', 'notices': ['x.fasta: 3 records']}
@@ -286,10 +267,10 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return a model's path in the form that a shared file in `directory` uses, without the user's home directory.
+    """Return a model's path in the form for a shared file in `directory`. It never shows the user's home directory.
 
-    An absolute path becomes relative to `directory`, and begins with `./` or `../`. It becomes `./NAME` if it shares
-    with `directory` only the root or a parent of the home directory. Relative paths and hub names stay as they are.
+    An absolute path becomes relative to `directory`, and begins with `./` or `../`. If the only common parent is the
+    root or a parent of the home directory, the result is `./NAME`. Relative paths and hub names stay unchanged.
     """
     if not Path(path).is_absolute():
         return path
@@ -302,7 +283,7 @@ def shared_place(path: str, directory: Path) -> str:
 
 
 def found_place(name: str, directory: Path) -> str:
-    """Return a path that begins with `./` or `../` as an absolute path below `directory`; other names unchanged."""
+    """Return the absolute path of a path below `directory` that begins with `./` or `../`; other names unchanged."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 
@@ -314,7 +295,7 @@ def is_hub_name(name: str) -> bool:
 
 
 def cache_directory() -> Path:
-    """Return the user's cache directory, in which runs keep token stores, hashes and copies of remote files."""
+    """Return the user's cache directory, which has token stores, hashes and copies of remote files."""
     if "ESMSHARD_CACHE" in os.environ:
         return Path(os.environ["ESMSHARD_CACHE"]).expanduser()
     return Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "esmshard"
@@ -322,7 +303,7 @@ def cache_directory() -> Path:
 
 @contextmanager
 def locked_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the path of the cache directory for a key, and lock the key: other processes with this key wait."""
+    """Provide the path of the cache directory for a key. Until the block ends, other processes with this key wait."""
     from filelock import FileLock  # This import is slow.
 
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -333,10 +314,7 @@ def locked_directory(kind: str, key: str) -> Iterator[Path]:
 
 
 def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> Path:
-    """Return the cache directory of a key. If the directory is missing or damaged, make it by `sealed_directory`.
-
-    While one process makes the directory, other processes wait.
-    """
+    """Return the cache directory of a key. If the directory is missing or damaged, make it by `sealed_directory`."""
     with locked_directory(kind, key) as out:
         if not _is_whole(out):
             sealed_directory(out, make)
@@ -344,10 +322,7 @@ def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> 
 
 
 def sealed_directory(out: Path, make: Callable[[Path], list[str]]) -> None:
-    """Let `make` write the files of a new directory, and add the file `manifest.json`.
-
-    The manifest has the sha256 of each file, and the notices that `make` returns.
-    """
+    """Let `make` fill a new directory. Add `manifest.json` with the sha256 of each file and the notices of `make`."""
     with whole_directory(out) as work:
         notices = make(work)
         hashes = {path.name: sha256(path) for path in sorted(work.iterdir())}

@@ -1,7 +1,6 @@
-"""Cloud buckets (`s3://`, `gs://`): copies of inputs in the local cache, and uploads of results.
+"""Copies inputs from cloud buckets (`s3://`, `gs://`) to the local cache, and uploads results.
 
-A bucket cannot rename an object, append to an object, or map an object to memory. A bucket writes each object in one
-step, so a reader never finds half an object.
+A bucket cannot rename or change an object. It writes each object in one step, so objects are never incomplete.
 """
 
 import functools
@@ -10,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,10 +29,8 @@ _CREDENTIALS = {
 def address(path: str | os.PathLike[str]) -> str | None:
     """Return the normal form (`s3://...`, `gs://...`) of an address in a bucket; None for a path on a disk.
 
-    `pathlib` turns two slashes into one, so `s3:/bucket/name` is also an address.
-
-    Raises:
-        UsageError: the address has credentials, which would get into logs and recipes, or a `?`.
+    `pathlib` turns two slashes into one, so `s3:/bucket/name` is also an address. Raise `UsageError` if the address has
+    a `?` or credentials, since logs and recipes would show the credentials.
 
     >>> address("s3://bucket/x.fasta"), address(Path("gs://bucket/x")), address("data/s3/x.fasta")
     ('s3://bucket/x.fasta', 'gs://bucket/x', None)
@@ -56,14 +53,14 @@ class Stored(NamedTuple):
     size: int
     """The size of the object in bytes."""
     tag: str
-    """The tag (ETag) that the bucket gives to an object. A new tag means that the object was written again."""
+    """The bucket's tag (ETag) for the object. A new tag means that the object was written again."""
 
 
 class RemoteDirectory:
     """The object at an address in a bucket, and all objects below this address.
 
-    Methods take names of objects relative to the address. The empty name is the object at the address itself. All
-    methods raise `InputError` if the bucket cannot be used.
+    The names of objects are relative to the address. The empty name is the object at the address itself. All methods
+    raise `InputError` if the bucket cannot be used.
     """
 
     def __init__(self, url: str) -> None:
@@ -71,7 +68,7 @@ class RemoteDirectory:
         self._path = url.partition("://")[2]
 
     def listing(self, folder: str = "") -> dict[str, Stored]:
-        """Return the size and tag of each object below the address, by name. `folder` limits the list to one folder."""
+        """Return the size and tag of each object below the address, or below one `folder`, by object name."""
         with one_sentence(self.url):
             entries = self._files.find(self._key(folder), detail=True)
         prefix = f"{self._path}/"
@@ -89,7 +86,7 @@ class RemoteDirectory:
         return _stored(entry) if entry["type"] == "file" else None
 
     def read(self, *names: str) -> dict[str, bytes]:
-        """Read objects in parallel, and return the content of each object by name. Missing objects are left out."""
+        """Read objects in parallel. Return the content of each object by name, without missing objects."""
         keys = {self._key(name): name for name in names}
         if not keys:
             return {}
@@ -101,7 +98,7 @@ class RemoteDirectory:
         return {keys[key]: content for key, content in contents.items() if isinstance(content, bytes)}
 
     def write(self, name: str, data: bytes) -> None:
-        """Write an object with the content `data`. An existing object is replaced."""
+        """Write the content `data` to an object. Replace an existing object."""
         with one_sentence(self.url):
             self._files.pipe_file(self._key(name), data)
 
@@ -117,7 +114,7 @@ class RemoteDirectory:
         entry, size = self.look(name), file.stat().st_size
         if entry is None or entry.size != size:
             state = "missing" if entry is None else f"{entry.size:,} bytes long"
-            raise InputError(f"{self.url}/{name}: is {state} after {size:,} bytes were written; run the command again")
+            raise InputError(f"{self.url}/{name}: is {state} after an upload of {size:,} bytes; run the command again")
         return entry
 
     def download(self, name: str, file: Path) -> None:
@@ -135,10 +132,8 @@ class RemoteDirectory:
         """Remove objects. A missing object is no error."""
         with one_sentence(self.url):
             for name in names:
-                try:
+                with suppress(FileNotFoundError):
                     self._files.rm_file(self._key(name))
-                except FileNotFoundError:
-                    pass
 
     @property
     def _files(self) -> Any:
@@ -150,7 +145,7 @@ class RemoteDirectory:
 
 @functools.cache
 def _library(scheme: str, process: int) -> Any:
-    """Return an fsspec file system for a process. The file system has threads, which are lost in a forked process."""
+    """Return the fsspec file system of a process. A forked process needs a new one, since it loses the threads."""
     import fsspec
 
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
@@ -163,7 +158,7 @@ def _stored(entry: Mapping[str, Any]) -> Stored:
 
 @contextmanager
 def one_sentence(url: str) -> Iterator[None]:
-    """Replace an error of a bucket in a `with` block by an `InputError`, whose message is one sentence about `url`."""
+    """Turn an error of a bucket in the `with` block into an `InputError` with one sentence about `url`."""
     try:
         yield
     except (InputError, FileExistsError, KeyboardInterrupt):
@@ -181,34 +176,28 @@ def one_sentence(url: str) -> Iterator[None]:
 
 
 def local(path: str | os.PathLike[str], *, needed: bool = True) -> Path:
-    """Return the local path of an input. Objects at an address in a bucket are first copied to the cache.
+    """Return the local path of an input. First copy the objects at an address in a bucket to the cache.
 
     A process looks for new versions of the objects only at its first call. A path on a disk is returned unchanged.
-
-    Raises:
-        InputError: the bucket cannot be read, the disk is full, or there is no object and `needed` is true.
+    Raise `InputError` if the bucket cannot be read, the disk is full, or no object exists and `needed` is true.
     """
     url = address(path)
     return Path(path) if url is None else _copied(url, needed)
 
 
 def exists(url: str) -> bool:
-    """Return whether there is an object at exactly this address."""
+    """Return whether an object has exactly this address."""
     return RemoteDirectory(url).look("") is not None
 
 
 @functools.cache
 def _copied(url: str, needed: bool) -> Path:
-    """Copy the object at an address, or all objects below the address, to the cache. Return the path of the copy.
-
-    Objects whose size and tag have not changed are not copied again.
-    """
-    place, target = RemoteDirectory(url), cache_directory() / "remote" / url.replace("://", "/")
+    remote, target = RemoteDirectory(url), cache_directory() / "remote" / url.replace("://", "/")
     state = cache_directory() / "remote" / ".state" / f"{hashlib.sha256(url.encode()).hexdigest()[:32]}.json"
-    single = place.look("")
-    objects = {"": single} if single is not None else place.listing()
+    single = remote.look("")
+    objects = {"": single} if single is not None else remote.listing()
     if not objects and not needed:
-        target.unlink(missing_ok=True)  # A copy of an object that no longer exists is removed.
+        target.unlink(missing_ok=True)  # The object was removed from the bucket.
         return target
     if not objects:
         raise InputError(f"{url}: there is no such object, and no object below it; look at the address")
@@ -217,7 +206,7 @@ def _copied(url: str, needed: bool) -> Path:
 
         state.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(state.with_suffix(".lock")):  # Only one process of a machine copies the objects.
-            return _updated(place, target, objects, state)
+            return _updated(remote, target, objects, state)
     except OSError as error:
         raise InputError(
             f"{error.filename or target}: the copy of {url} cannot be written "
@@ -225,18 +214,18 @@ def _copied(url: str, needed: bool) -> Path:
         ) from None
 
 
-def _updated(place: RemoteDirectory, target: Path, objects: Mapping[str, Stored], state: Path) -> Path:
+def _updated(remote: RemoteDirectory, target: Path, objects: Mapping[str, Stored], state: Path) -> Path:
     try:
-        known = read_json(state)
+        copied = read_json(state)
     except (OSError, ValueError):
-        known = {}
+        copied = {}
     files = {name: target / name if name else target for name in objects}
     if unsafe := [name for name in objects if ".." in name.split("/") or name.startswith("/")]:
-        raise InputError(f"{place.url}: object {unsafe[0]!r} would lie outside the cache; rename it")
+        raise InputError(f"{remote.url}: object {unsafe[0]!r} would lie outside the cache; rename it")
 
     def is_current(name: str) -> bool:
         is_copy = files[name].is_file() and files[name].stat().st_size == objects[name].size
-        return is_copy and known.get(name) == [*objects[name]]
+        return is_copy and copied.get(name) == [*objects[name]]
 
     changed = [name for name in objects if not is_current(name)]
     if changed:
@@ -245,20 +234,20 @@ def _updated(place: RemoteDirectory, target: Path, objects: Mapping[str, Stored]
         free = shutil.disk_usage(target.parent).free
         if total > free:
             raise InputError(
-                f"{place.url}: its copy takes {size_text(total)}, and {size_text(free)} are free in {target.parent}; "
-                "make room, or set ESMSHARD_CACHE to another directory"
+                f"{remote.url}: its copy needs {size_text(total)}, but only {size_text(free)} are free in "
+                f"{target.parent}; make room, or set ESMSHARD_CACHE to another directory"
             )
-        say(f"{place.url}: is copied to {target} ({size_text(total)}), which later commands use again")
+        say(f"{remote.url}: is copied to {target} ({size_text(total)}); later commands use this copy")
     for name in changed:
-        place.download(name, files[name])
+        remote.download(name, files[name])
         if (size := files[name].stat().st_size) != objects[name].size:
             files[name].unlink()
             raise InputError(
-                f"{place.url}/{name}: has {size:,} bytes instead of {objects[name].size:,}, since another program "
+                f"{remote.url}/{name}: has {size:,} bytes instead of {objects[name].size:,}, since another program "
                 "changed it during the copy; run the command again"
             )
-        known[name] = [*objects[name]]
-        replace_json(state, {name: known[name] for name in objects if name in known})
+        copied[name] = [*objects[name]]
+        replace_json(state, {name: copied[name] for name in objects if name in copied})
     for file in target.rglob("*") if target.is_dir() else ():
         if file.is_file() and file.relative_to(target).as_posix() not in objects:
             file.unlink()  # The bucket no longer has this object.
@@ -266,42 +255,36 @@ def _updated(place: RemoteDirectory, target: Path, objects: Mapping[str, Stored]
 
 
 def scratch() -> AbstractContextManager[Path]:
-    """Provide a temporary directory for the files of an upload. It is removed when the `with` block ends."""
+    """Provide a temporary directory for the files of an upload. Remove it when the `with` block ends."""
     return scratch_directory(cache_directory() / "uploads" / "result")
 
 
 def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
-    """Let `write` make a result in a temporary directory, and upload all files of the temporary directory.
+    """Let `write` make a file or directory at a temporary path, and upload all its files to the address `url`.
 
-    `manifest.json` and `config.json` are uploaded last, because they mark a directory as complete.
-
-    Args:
-        url: the address of the result.
-        overwrite: replace objects at the address. An object that `write` neither replaces nor removes is kept.
-        write: writes a file or a directory at the path that is its argument. The path ends like the address.
-
-    Raises:
-        UsageError: there are objects at the address, and `overwrite` is not set.
+    The temporary path ends like `url`. `manifest.json` and `config.json` are uploaded last, because they mark a
+    directory as complete. Raise `UsageError` if objects exist at the address and `overwrite` is not set. With
+    `overwrite`, objects that `write` neither replaces nor removes stay.
     """
-    place, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
-    is_file, before = place.look("") is not None, place.listing()
-    if (is_file or before) and not overwrite:
+    remote, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
+    is_file, existing = remote.look("") is not None, remote.listing()
+    if (is_file or existing) and not overwrite:
         raise UsageError(f"{url}: exists already; choose another name or pass --overwrite")
     with scratch() as folder:
         out = folder / url.rpartition("/")[2]
         lists = (failures_file(out).name, chains_file(out).name)
         old = {name for name in lists if parent.look(name) is not None}
-        for name in before:  # Empty files stand for the existing objects, so that `write` can refuse to replace them.
+        for name in existing:  # `write` sees existing objects as empty files, so it can refuse to replace them.
             (out / name).parent.mkdir(parents=True, exist_ok=True)
             (out / name).touch()
             os.utime(out / name, ns=(1, 1))
         write(out)
-        kept = [name for name in before if (out / name).is_file() and (out / name).stat().st_mtime_ns == 1]
-        for name in kept:
+        unchanged = [name for name in existing if (out / name).is_file() and (out / name).stat().st_mtime_ns == 1]
+        for name in unchanged:
             (out / name).unlink()
         made = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
         names = sorted(made, key=lambda name: (_LAST.get(name.rpartition("/")[2], 0), name == out.name, name))
-        old |= {f"{out.name}/{name}" for name in before if name not in kept}
+        old |= {f"{out.name}/{name}" for name in existing if name not in unchanged}
         try:
             parent.remove(sorted(name for name in old if name.rpartition("/")[2] in _LAST))
             for name in names:
@@ -311,7 +294,7 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
             rescued = cache_directory() / "not-uploaded" / folder.name
             rescued.parent.mkdir(exist_ok=True)
             folder.rename(rescued)
-            raise InputError(f"{error}; the result is kept in {rescued}, from where you can copy it") from None
+            raise InputError(f"{error}; the result is saved in {rescued}; copy it from there") from None
         say(f"{url}: uploaded, {size_text(sum(path.stat().st_size for path in made.values()))} in {len(made)} files")
 
 
@@ -319,9 +302,10 @@ _LAST = {"config.json": 1, "manifest.json": 1}
 
 
 def data_file(path: str) -> Path:
-    """Return the local file of a data path. An object at an address in a bucket is copied to the cache. A path such as
-    `sample:contact/train` or `sample:contact/labels.csv` means `contact/train.fasta` or `contact/labels.csv` in the
-    sample data of esmshard.
+    """Return the local file of a data path. An object at an address in a bucket is copied to the cache.
+
+    `sample:contact/train` and `sample:contact/labels.csv` are `contact/train.fasta` and `contact/labels.csv` in the
+    shipped sample data.
     """
     if (url := address(path)) is not None:
         local(f"{_ENDING.sub('', url)}.npz", needed=False)  # The `.npz` has the labels of a FASTA file, if it exists.
@@ -334,5 +318,5 @@ def data_file(path: str) -> Path:
         root = shipped("data")
         known = sorted(str(fasta.relative_to(root).with_suffix("")) for fasta in root.glob("*/*.fasta"))
         known += sorted(str(table.relative_to(root)) for table in root.glob("*/*.csv"))
-        raise InputError(f"{path}: no such sample; there are {', '.join(f'sample:{name}' for name in known)}")
+        raise InputError(f"{path}: no such sample; choose one of {', '.join(f'sample:{name}' for name in known)}")
     return file

@@ -1,18 +1,18 @@
-"""Readers of sequence files. They read FASTA files, and convert tables and other formats to FASTA text.
+"""Reads FASTA files, and converts tables and other sequence formats to FASTA text.
 
-A FASTA file is read in blocks of about 1 MiB, each with whole records. One call of `bytes.translate` encodes all usual
-records of a block. Only unusual records are treated one by one, by the rules of `esmshard.io.symbols`.
+A FASTA file is read in blocks of about 1 MiB, each with complete records. One call of `bytes.translate` encodes all
+usual records of a block. Only unusual records are encoded one by one, by the rules of `esmshard.io.symbols`.
 
-The id is the first word of the header. A header without an id gets an id such as `seqnum000000004`, whose number is the
-line of the header, counted from 0, as in fair-esm.
+The id is the first word of the header. A header without an id in line 4 (from 0) gets the id `seqnum000000004`, as in
+fair-esm.
 
-In a table, these column names are known, in upper or lower case:
+These column names of tables are known, in upper or lower case:
 
 | content | column names |
 |---|---|
-| sequences | one of `SEQUENCE_NAMES`; else a pair of `CHAIN_NAMES`; else `protein`, as in SaprotHub's tables |
-| ids | `id`, else one of `ID_NAMES`; without such a column, the id of line 17 is `row_17` |
-| sets | `set` or `split`, with `validation` as in FLIP's tables; else `stage`, if all its cells name sets |
+| sequences | one of `SEQUENCE_NAMES`, else a pair of `CHAIN_NAMES`, else `protein` as in SaprotHub's tables |
+| ids | `id`, else one of `ID_NAMES`; without an id column, the id of line 17 is `row_17` |
+| splits | `set` or `split`, with `validation` as in FLIP's tables; else `stage`, if all its cells are split names |
 """
 
 import codecs
@@ -45,40 +45,35 @@ CHAIN_NAMES = (
     ("vh", "vl"), ("alpha_chain", "beta_chain"), ("chain_a", "chain_b"), ("sequence_a", "sequence_b"),
     ("seq_a", "seq_b"), ("sequence_1", "sequence_2"), ("sequence1", "sequence2"), ("seq1", "seq2"),
 )  # fmt: skip
-"""Names of two columns with one chain each. The Observed Antibody Space has `sequence_alignment_aa_heavy`."""
+"""Names of two columns with one chain each, such as those of the Observed Antibody Space."""
 ID_NAMES = (
     "id", "name", "entry", "identifier", "accession", "protein", "protein_id", "sequence_id", "seq_id", "uniprot_id",
 )  # fmt: skip
 NO_SEQUENCE = "row(s) without a sequence left out"
 ONE_CHAIN = "row(s) with only one of the two chains, read as one chain"
 
-_RENAME = "rename the one that is not meant"
+_RENAME = "rename the unwanted one"
 
 
 @dataclass(frozen=True)
 class SequenceTable:
-    """The rows of a table that have a sequence. All lists are in the order of the rows."""
+    """The rows of a table that have a sequence. All lists are in row order."""
 
     rows: Table
-    """The table with only the rows that have a sequence. `rows.ids` is the name of the id column."""
+    """The table without rows that have no sequence. `rows.ids` is the name of the id column."""
     headers: list[str]
-    """The header of each record: the id, with `SET=` and `VALIDATION=` if the table has a column of sets."""
+    """The header of each record: the id, with `SET=` and `VALIDATION=` if the table has a split column."""
     sequences: list[str]
     edits: Edits
-    """Counts of the rows that were left out, and of the rows with only one of two chains."""
+    """Counts of the rows without a sequence, and of the rows with only one of two chains."""
 
 
 def read_sequence_table(path: Path, sequences: str | None = None, names: str | None = None) -> SequenceTable:
     """Read the records of a table.
 
-    Args:
-        path: the table.
-        sequences: the name of the sequence column. If it is None, the function looks for a known name.
-        names: the name of the id column. If it is None, the function looks for a known name.
-
-    Raises:
-        InputError: the table cannot be read, has no sequences, or an id is invalid; or several columns may have the
-            sequences or ids. The message names the columns or the line.
+    `sequences` is the name of the sequence column, and `names` the name of the id column; None to look for a known
+    name. Raise `InputError` if the table cannot be read, has no sequences or an invalid id, or if the sequence column
+    or the id column is ambiguous.
     """
     table = read_table(path)
     for name in (sequences, names):
@@ -87,8 +82,8 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
     chain_columns = [sequences] if sequences is not None else _sequence_columns(table)
     if not chain_columns:
         raise InputError(
-            f"{path}: has no column of sequences that is known; {listed(table.columns)}; rename the column of amino "
-            "acids to 'sequence', or give its name (data.sequence_column, or --sequence-column of `ingest` and `split`)"
+            f"{path}: has no known sequence column; {listed(table.columns)}; rename the column of amino acid sequences "
+            "to 'sequence', or give its name (data.sequence_column, or --sequence-column of `ingest` and `split`)"
         )
     edits, kept, joined = Edits(), list[int](), list[str]()
     for row, cells in enumerate(zip(*(table.columns[name] for name in chain_columns), strict=True)):
@@ -116,15 +111,14 @@ def read_sequence_table(path: Path, sequences: str | None = None, names: str | N
             raise InputError(f"{rows.where(row)}: column {quoted(ids)} is empty; fill it in, or remove the row")
         if len(cell.split()) > 1:
             raise InputError(
-                f"{rows.where(row)}: column {quoted(ids)} has {quoted(cell)}, and an id has no spaces; replace the "
-                "spaces, or give a column that holds no ids another name, such as 'title'"
+                f"{rows.where(row)}: column {quoted(ids)} has {quoted(cell)}, but ids must not have spaces; remove the "
+                "spaces, or rename the column (for example to 'title') if it does not contain ids"
             )
     headers = [f"{name}{attributes}" for name, attributes in zip(columns[ids], _set_attributes(rows), strict=True)]
     return SequenceTable(rows, headers, joined, edits)
 
 
 def _sequence_columns(table: Table) -> tuple[str, ...]:
-    """Return the name of the sequence column, or the names of the two chain columns; () if the table has neither."""
     if column := table.only_column(SEQUENCE_NAMES, _RENAME):
         return (column,)
     lower = {name.lower() for name in table.columns}
@@ -137,10 +131,10 @@ def _sequence_columns(table: Table) -> tuple[str, ...]:
 
 
 def _set_attributes(table: Table) -> list[str]:
-    """Return ` SET=... VALIDATION=...` for the header of each record; '' if the table has no column of sets."""
+    """Return ` SET=... VALIDATION=...` for the header of each record; '' if the table has no split column."""
 
     def attribute(key: str, cell: str) -> str:
-        # A value must be one word. Two words become one unknown name, which the function `split_of` refuses.
+        # A value must be one word. If the cell has two words, `split_of` refuses them as an unknown split name.
         return "" if cell.lower() in MISSING else f" {key}={'_'.join(cell.split())}"
 
     column = table.only_column(("set", "split"), _RENAME)
@@ -156,11 +150,11 @@ def _set_attributes(table: Table) -> list[str]:
 
 STDIN = Path("-")
 CONVERSION = 3
-"""The version of the code that converts other formats to FASTA text. After a change, cached stores are made again."""
+"""The version of the conversion to FASTA text. When the number changes, cached files are read again."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _NUL_HEADER = re.compile(rb"(?<![^\r\n])>([^\r\n]*\0[^\r\n]*)")
-"""A pattern for a header with a NUL character. File names, HDF5 strings and environment variables allow no NUL."""
+"""Matches a header with a NUL character, which file names and HDF5 strings do not allow."""
 _TEXT_TABLE = re.compile(r"\.(csv|tsv|tab)(\.(gz|bgz|bz2|xz|zst))?$", re.IGNORECASE)
 _BINARY_TABLES = {".parquet": b"PAR1", ".xlsx": b"PK\x03\x04"}
 _HEAD, _MARK, _NUMBERED = 4096, b"\xef\xbb\xbf", b"seqnum%09d"
@@ -171,13 +165,13 @@ FORMATS = {
     "stockholm": ("a Stockholm alignment", re.compile(rb"# STOCKHOLM")),
     "clustal": ("a Clustal alignment", re.compile(rb"CLUSTAL")),
 }
-"""The formats that Biopython reads, by their names in `Bio.SeqIO`: title for messages, pattern of the file begin."""
+"""The formats that Biopython reads, by `Bio.SeqIO` name: a title for messages, and a pattern of the first bytes."""
 
 
 class ConvertedSource(io.BytesIO):
-    """A stream of FASTA text that was made from another format. Each header and each sequence is one line.
+    """FASTA text that was made from another format. Each header and each sequence is one line.
 
-    `edits` counts changes and omissions. `lines` has the line of each record in the original file; None if unknown.
+    `edits` counts changes and omissions. `lines` has the line of each record in the original file, if known.
     """
 
     def __init__(
@@ -194,7 +188,7 @@ class ConvertedSource(io.BytesIO):
 
 
 def read_format(path: Path, kind: str) -> ConvertedSource:
-    """Convert a file in the format `kind` (a key of `FORMATS`) to FASTA text. The file may be compressed.
+    """Convert a plain or compressed file in the format `kind` (a key of `FORMATS`) to FASTA text.
 
     Raise `InputError` if the file cannot be read or has no record.
     """
@@ -207,7 +201,7 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
             source = io.BytesIO(body.encode()) if kind == "uniprot-xml" else io.StringIO(body)
-            # With a Clustal file without a record, Biopython never ends.
+            # Biopython never stops reading a Clustal file without a record.
             is_empty = kind == "clustal" and re.search(r"\n\S", body) is None
             records = [] if is_empty else list(SeqIO.parse(source, kind))  # type: ignore[no-untyped-call]
             sequences = ["".join(str(record.seq).split()) for record in records]
@@ -226,7 +220,7 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether a file is FASTA text without compression. The first bytes decide, since names are often wrong."""
+    """Return whether a file is uncompressed FASTA text. The first bytes decide, since file names are often wrong."""
     if path == STDIN:
         return False
     with readable(path, "a FASTA file"), _open(path) as file:
@@ -234,9 +228,9 @@ def is_plain(path: Path) -> bool:
 
 
 def other_kind(path: Path) -> str | None:
-    """Return `table` or a key of `FORMATS` for a sequence file; None for FASTA, other files and the standard input.
+    """Return `table` or a key of `FORMATS`, by the first bytes of a file; None for FASTA and the standard input.
 
-    The first bytes decide. A table must also have the extension .parquet, .xlsx, .csv, .tsv or .tab.
+    A table must also have the extension .parquet, .xlsx, .csv, .tsv or .tab. Otherwise the result is None.
     """
     if path == STDIN or not path.is_file():
         return None
@@ -252,15 +246,14 @@ def other_kind(path: Path) -> str | None:
 
 
 def is_sequence_table(path: Path) -> bool:
-    """Return whether a file is a table, by its first bytes and its extension (see `other_kind`)."""
+    """Return whether `other_kind` of a file is `table`."""
     return other_kind(path) == "table"
 
 
 def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  # frozen
-    """Open a sequence file or the standard input as a stream of FASTA text.
+    """Open a sequence file or the standard input as FASTA text, which is a `ConvertedSource` for other formats.
 
-    For every format except FASTA, the stream is a `ConvertedSource`. `rules` may name the columns of a table. Raise
-    `InputError` if the file cannot be converted.
+    `rules` may name the columns of a table. Raise `InputError` if the file cannot be converted.
     """
     kind = other_kind(path)
     if kind is None:
@@ -272,37 +265,37 @@ def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  
 
 
 def open_bytes(path: Path) -> BinaryIO:
-    """Open a file or the standard input, and return its uncompressed bytes as a stream."""
+    """Open a file or the standard input as a stream of its uncompressed bytes."""
     raw = cast(BufferedReader, sys.stdin.buffer) if path == STDIN else _open(path)
     head = raw.peek(6)[:6]
     kind = next((kind for magic, kind in _MAGIC.items() if head.startswith(magic)), None)
     if kind is None:
         return raw
-    # xopen decompresses gzip in another thread, while this thread encodes the text.
+    # xopen decompresses gzip in another thread while this thread encodes the text.
     return xopen(raw, "rb", format=kind, threads=1 if kind == "gz" else 0)  # type: ignore[no-any-return]
 
 
 def _open(path: Path) -> BufferedReader:
-    if path.is_fifo() or path.is_char_device():  # The file is read several times, but a pipe only once.
-        raise InputError(f"{path}: is a pipe, not a file; pipe it into the standard input and name that, as -")
+    if path.is_fifo() or path.is_char_device():  # Files are read several times, but a pipe can be read only once.
+        raise InputError(f"{path}: is a pipe, not a file; pipe the data into the standard input, and use - as the file")
     return open(path, "rb")
 
 
 BLOCK = 1 << 20
-"""The size of a block in bytes. `bytes.translate` is twice as fast if the block fits into the cache of a core."""
+"""The size of a block in bytes. `bytes.translate` is twice as fast if a block fits into the core's cache."""
 LONGEST = 1 << 26
-"""The maximum size of a record in bytes, including line ends. The longest known protein has 36,000 residues."""
+"""The maximum record size in bytes, with line ends. The longest known protein has 36,000 residues."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """Consecutive whole records of a file, in file order."""
+    """Consecutive complete records of a file, in file order."""
 
     ids: list[bytes]
     headers: list[bytes]
-    """The header lines of the file, without `>`."""
+    """The header lines without `>`."""
     tokens: bytes
-    """The residue tokens of all records, one byte each, with `<eos>` after each record."""
+    """The residue tokens of all records, one byte for each token, with `<eos>` after each record."""
     lengths: npt.NDArray[np.int64]
     """The number of tokens of each record without `<eos>`, int64 [N]."""
 
@@ -314,10 +307,10 @@ def read_blocks(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[Block]:
-    """Yield the records of a file in blocks. Ids may repeat. The errors are those of `read_fasta` about single records.
+    """Yield the records of a file in blocks. Raise the errors of `read_fasta`, except the error about repeated ids.
 
-    In a plain file, a record is read if its first byte is in the range from `start` to `stop` (exclusive). So adjacent
-    ranges together give every record exactly once. Without a range, the whole file is read.
+    `start` and `stop` (exclusive) select the records of a plain file whose first byte is in this range. So adjacent
+    ranges give every record exactly once. By default, all records are read.
     """
     with readable(path, "a FASTA file"), open_source(path, rules) as stream:
         converted = stream if isinstance(stream, ConvertedSource) else None
@@ -331,41 +324,41 @@ def read_blocks(
 
 
 class _Reader:
-    """A reader of the blocks of one file. The reader also finds line numbers for messages."""
+    """Reads the blocks of one file, and finds line numbers for messages."""
 
     def __init__(self, path: Path, edits: Edits, rules: Rules, converted: ConvertedSource | None) -> None:
         self._path, self._edits, self._rules, self._converted = path, edits, rules, converted
         self._table = table(rules, {">": EOS})  # '>' separates the records.
-        # `self._lines` is the number of lines before byte `self._counted`. The lines of a file are counted only for a
-        # message, by reading the file again. The standard input cannot be read again, so its lines are always counted.
+        # `self._lines` lines come before byte `self._counted`. Only for a message, a file is read again to count its
+        # lines. The standard input cannot be read again, so its lines are always counted.
         self._lines, self._counted = 0, 0 if path == STDIN else -1
 
     def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and the bytes of each chunk. A chunk has whole records, and about `BLOCK` bytes."""
+        """Yield the offset and the bytes of each chunk. A chunk has complete records, and about `BLOCK` bytes."""
         at, rest = self._first(stream) if start <= len(_MARK) else (0, b"")
         if at < start:
             at, rest = self._next(stream, start)
         while rest and (stop is None or at < stop):
             data = stream.read(BLOCK)
-            whole = rest + data
-            cut = _last_record(whole) if data else len(whole)
-            if cut == 0:
-                rest = whole
-                if len(whole) > LONGEST:
-                    words = re.split(rb"[\r\n]", whole[1:201], maxsplit=1)[0].split(None, 1)
-                    name = (words[0] if words else _NUMBERED % (self.line(at, whole, 0) - 1)).decode(errors="replace")
+            text = rest + data
+            end = _last_record(text) if data else len(text)
+            if end == 0:
+                rest = text
+                if len(text) > LONGEST:
+                    words = re.split(rb"[\r\n]", text[1:201], maxsplit=1)[0].split(None, 1)
+                    name = (words[0] if words else _NUMBERED % (self.line(at, text, 0) - 1)).decode(errors="replace")
                     raise InputError(
-                        f"{self._where(at, whole, 0)}: record '{shown(name)}' is longer than {LONGEST:,} bytes; "
+                        f"{self._where(at, text, 0)}: record '{shown(name)}' is longer than {LONGEST:,} bytes; "
                         "proteins are expected, not a genome"
                     )
                 continue
-            yield at, whole[:cut]
+            yield at, text[:end]
             if self._counted == at:
-                self._lines, self._counted = self._lines + _newlines(whole[:cut]), at + cut
-            at, rest = at + cut, whole[cut:]
+                self._lines, self._counted = self._lines + _newlines(text[:end]), at + end
+            at, rest = at + end, text[end:]
 
     def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
-        """Return the offset of the first record, and the bytes from this offset on that have been read so far."""
+        """Return the offset of the first record, and the bytes after this offset that are already read."""
         at, data = 0, stream.read(BLOCK)
         if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise InputError(f"{self._path}: is UTF-16 text; save it as UTF-8")
@@ -391,9 +384,7 @@ class _Reader:
         raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
     def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
-        """Return the offset of the first record that begins at or after byte `start`, and the bytes from this offset on
-        that have been read so far; no bytes if there is no such record.
-        """
+        """Return the same as `_first` for the first record at or after byte `start`; no bytes if there is none."""
         at = start - 1
         stream.seek(at)
         data = stream.read(BLOCK)
@@ -424,8 +415,8 @@ class _Reader:
         if b"\0" in chunk and (damaged := _NUL_HEADER.search(chunk)):
             name = shown(damaged[1].decode().strip())
             raise InputError(
-                f"{self._where(at, chunk, damaged.start())}: the header '{name}' holds a NUL character, so the file is "
-                "damaged; remove it, as with `tr -d '\\000' < FILE > NEW`"
+                f"{self._where(at, chunk, damaged.start())}: the header '{name}' has a NUL character, so the file is "
+                "damaged; remove the character by `tr -d '\\000' < FILE > NEW`"
             )
         try:
             ids = [header.split(None, 1)[0] for header in headers]
@@ -463,7 +454,7 @@ class _Reader:
         )
 
     def _named(self, at: int, chunk: bytes, headers: list[bytes]) -> list[bytes]:
-        """Return the header lines of a chunk. An empty header becomes `seqnum` with the line number (from 0)."""
+        """Return the headers of a chunk. An empty header becomes `seqnum` with the line number (from 0)."""
         line, before, named = self.line(at, chunk, 0) - 1, 0, []
         for header, mark in zip(headers, _marks(chunk).tolist(), strict=True):
             line, before = line + _newlines(chunk[before:mark]), mark
@@ -473,7 +464,6 @@ class _Reader:
     def _unusual(
         self, name: bytes, header: bytes, body: bytes, where: tuple[int, bytes, int]
     ) -> list[tuple[bytes, bytes, bytes]]:
-        """Apply the rules to an unusual record. Return the id, header and tokens of each resulting record."""
         record_id = name.decode()
         try:
             tokens = clean(body.decode(), self._rules, self._edits, record_id)
@@ -494,7 +484,7 @@ class _Reader:
                 ) from None
 
     def line(self, at: int, chunk: bytes, place: int) -> int:
-        """Return the line (from 1) of byte `place` of a chunk, which begins at byte `at` of the text."""
+        """Return the line (from 1) of byte `place` in a chunk. The chunk begins at byte `at` of the text."""
         if self._counted != at:
             text = None if self._converted is None else io.BytesIO(self._converted.getvalue())
             with text or open_bytes(self._path) as stream:
@@ -506,7 +496,7 @@ class _Reader:
         return self._lines + _newlines(chunk[:place]) + 1
 
     def _where(self, at: int, chunk: bytes, place: int) -> str:
-        """Return the file and line of byte `place` of a chunk for a message; only the file if the line is not known."""
+        """Return the file of a byte for a message, and the line if known. For the arguments see `line`."""
         if self._converted is None:
             return f"{self._path}:{self.line(at, chunk, place)}"
         line = self._converted.line_in_file(at + place)
@@ -514,13 +504,12 @@ class _Reader:
 
 
 def _newlines(text: bytes) -> int:
-    """Return the number of line ends (LF, CR or CRLF) in a text."""
     ends = text.count(b"\n")
     return ends + text.count(b"\r") - text.count(b"\r\n") if b"\r" in text else ends
 
 
 def _last_record(text: bytes) -> int:
-    """Return the index of the byte where the last record begins; 0 if the text has only one record."""
+    """Return the offset of the last record; 0 if the text has only one record."""
     at = text.rfind(b">")
     if at > 0 and text[at - 1] not in b"\r\n":  # The last '>' is inside a line.
         at = max(text.rfind(b"\n>"), text.rfind(b"\r>")) + 1
@@ -528,7 +517,7 @@ def _last_record(text: bytes) -> int:
 
 
 def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
-    """Return the index of the byte where each record of a chunk begins, int64 [N]."""
+    """Return the offset of each record in a chunk, int64 [N]."""
     letters = np.frombuffer(chunk, np.uint8)
     marks: npt.NDArray[np.int64] = np.flatnonzero(letters == ord(">"))
     before = letters[marks - 1]
@@ -538,29 +527,22 @@ def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Record:
-    """One record. `sequence` has letters of `vocab.RESIDUES` and `:` between chains. Rules may allow gaps and masks."""
+    """A record. `sequence` has letters of `vocab.RESIDUES`, `:` between chains, and gaps or masks if allowed."""
 
     id: str
     description: str
-    """The whole header line without `>`."""
+    """The header line without `>`."""
     sequence: str
 
 
 def read_fasta(path: str | os.PathLike[str], edits: Edits | None = None, rules: Rules = Rules()) -> Iterator[Record]:  # noqa: B008  # frozen
     """Read the records of a sequence file in file order, plain or compressed (gz, bgz, bz2, xz, zst).
 
-    The path `-` is the standard input. If two records have the same id and sequence, only the first record is returned,
-    and `edits` counts the second record. All sequences stay in memory. For more than a few million records, use a token
-    store.
+    The path `-` is the standard input. A record that repeats an earlier id and sequence is left out. All sequences stay
+    in memory; for more than a few million records, use a token store. `edits` counts all changes and omissions.
 
-    Args:
-        path: the file.
-        edits: counts all changes.
-        rules: the changes that are allowed.
-
-    Raises:
-        InputError: the file cannot be read or has no record, a record breaks the rules, or two records with one id have
-            different sequences. The message names the file, and the line or the record.
+    Raise `InputError` with file and line or record if the file cannot be read or has no record, a record breaks the
+    rules, or two records with one id have different sequences.
     """
     path = Path(path)
     edits = Edits() if edits is None else edits
@@ -582,8 +564,8 @@ READ_ONCE = "a record that came twice was read once"
 
 
 def repeated(name: str, files: str) -> str:
-    """Return the error message for two records that have the same id `name` and different sequences."""
+    """Return the error message for two records with the same id `name` and different sequences."""
     return (
-        f"{files}: '{shown(name)}' comes twice with two sequences; rename one of the two, or "
+        f"{files}: id '{shown(name)}' has two different sequences; rename one of the two records, or "
         f"{in_a_store('--on-duplicate suffix')}"
     )

@@ -1,18 +1,18 @@
-"""The token store: the tokens of sequence files as memory-mapped arrays. The function `ingest` writes a store.
+"""Writes token stores (`ingest`) and reads them (`TokenStore`): the tokens of sequence files as memory-mapped arrays.
 
 A store is a directory, which has a temporary name until the store is complete. Files of version 4:
 
     tokens-00000.u8 ...   residues of all records, one byte each, with `<eos>` after each record
     headers-00000.txt ... one header without `>` per line; its first word is the id
     offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of the joined token shards
-    headers.npy           int64 [N + 1]: the same offsets for the headers in the joined header shards
+    headers.npy           int64 [N + 1]: the same offsets for headers in the joined header shards
     ids.npy               uint64 [N]: the hashes of the ids (function `keys`), sorted
     rows.npy              uint32 or uint64 [N]: the record number of each hash in `ids.npy`
     manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file, of all tokens
                           together, and of the manifest
 
-The manifest and the arrays are compared with their sha256 when a store is opened. A shard is compared when a process
-first reads the shard. So a damaged byte is never read as a residue or an id. The arrays stay on disk until their use.
+The sha256 of the manifest and the arrays is checked when a store is opened, and the sha256 of a shard before its first
+use in a process. So a damaged byte is never read as a residue or an id. The arrays stay on disk until their use.
 """
 
 import bisect
@@ -46,21 +46,20 @@ from esmshard.vocab import ALPHABET_HASH
 FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
-"""The arrays of `columns.npz`, one number for each record: residues, size of the header in bytes, hash of the id."""
+"""The arrays of `columns.npz`, with one number for each record: residues, header size in bytes, hash of the id."""
 _OPEN_SHARDS = 256
 """The maximum number of shards that stay mapped into memory. Each mapped shard uses a file descriptor."""
 _SAMPLE = 10_000
-"""The maximum number of records that `ingest` checks for DNA and RNA. They are spread evenly over the store."""
+"""The maximum number of records that `ingest` checks for DNA and RNA. They are evenly spread over the store."""
 
 
 class TokenStore:
     """An open token store. Tokens and headers are read from disk when they are used."""
 
     def __init__(self, path: Path, checked: frozenset[str] = frozenset()) -> None:
-        """Open the store in the directory `path`. The files in `checked` are not compared with their sha256 again.
+        """Open the store in the directory `path`. The sha256 of the files in `checked` is not checked again.
 
-        Raises:
-            InputError: the manifest or an array is missing or changed, or has another version.
+        Raise `InputError` if the manifest or an array is missing or changed, or has another version.
         """
         self.path = path
         self.manifest = _manifest(path)
@@ -72,10 +71,10 @@ class TokenStore:
         self.offsets, self.header_offsets, self.keys, self.rows = (
             np.asarray(np.load(path / name, mmap_mode="r", allow_pickle=False)) for name in ARRAYS
         )
-        # For each shard: the number of its first record, and the offsets of its first token and header byte.
+        # The number of the first record in each shard, and the offsets of its first token byte and header byte.
         sizes = [[shard["records"], shard["tokens"], shard["headers"]] for shard in self.manifest["shards"]]
         self._first_records, *self._first_bytes = np.cumsum([[0, 0, 0], *sizes], axis=0).T.tolist()
-        # The cache gets the path, because a reference to `self` would keep the files open.
+        # A reference to `self` in the cache would keep the files open, so the cache gets the path.
         self._mapped = functools.lru_cache(_OPEN_SHARDS)(functools.partial(_mapped, self.path))
 
     def __getstate__(self) -> dict[str, Any]:
@@ -103,13 +102,13 @@ class TokenStore:
         """Raise `InputError` if the linkers of this store do not have `linker` tokens. The message names `path`."""
         if self.linker not in (None, linker):
             raise InputError(
-                f"{path}: its chains were joined by a linker of {self.linker}, and a linker of {linker} is asked for; "
-                f"make a store with `esmshard ingest FASTA -o STORE --join linker:{linker}`, where FASTA is "
-                f"{', '.join(source['path'] for source in self.manifest['sources'])}, or ask for linker:{self.linker}"
+                f"{path}: its chains were joined by a linker of {self.linker} residues, but linker:{linker} is "
+                f"requested; make a store with `esmshard ingest FASTA -o STORE --join linker:{linker}`, where FASTA is "
+                f"{', '.join(source['path'] for source in self.manifest['sources'])}, or use linker:{self.linker}"
             )
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, including the linkers between chains, uint8 [L]."""
+        """Return the residue tokens of record n, with the linkers between chains, uint8 [L]."""
         return self._read("tokens", 0, self.offsets, n)
 
     def description(self, n: int) -> str:
@@ -121,7 +120,7 @@ class TokenStore:
         return self.header(n).split(None, 1)[0].decode()
 
     def find(self, record_id: str) -> int | None:
-        """Return the number of the record with this id; None if no record has the id. The search reads little data."""
+        """Return the number of the record with this id; None if no record has the id."""
         name = record_id.encode(errors="surrogatepass")
         wanted = keys([name])[0]
         at = int(self.keys.searchsorted(wanted))
@@ -134,16 +133,15 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """A hash of all sequences in their order. The hash does not depend on the division into shards."""
+        """A hash of all sequences in their order. It does not depend on the size of the shards."""
         return hashlib.sha256(self.manifest["tokens_sha256"].encode()).hexdigest()
 
     def verify(self) -> None:
-        """Compare every file of the store with its sha256. Raise `InputError` about the first file that differs."""
+        """Check the sha256 of every file. Raise `InputError` about the first file that has changed."""
         for name in self.manifest["sha256"]:
             self._check(name)
 
     def _check(self, name: str) -> None:
-        """Compare the file `name` of the store with its sha256, unless this process has compared it already."""
         if name in self._checked:
             return
         try:
@@ -154,7 +152,7 @@ class TokenStore:
             ) from None
         if digest != self.manifest["sha256"][name]:
             raise InputError(
-                f"{self.path}/{name}: is not as it was written; delete the store {self.path} and ingest again"
+                f"{self.path}/{name}: has changed since it was written; delete {self.path} and ingest again"
             )
         self._checked.add(name)
 
@@ -163,7 +161,7 @@ class TokenStore:
         return self._read("headers", 1, self.header_offsets, n).tobytes()
 
     def _read(self, kind: str, column: int, offsets: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
-        """Return the tokens or the header of record n, without the `<eos>` or the line feed that follows."""
+        """Return the tokens or the header of record n, without the final `<eos>` or line feed."""
         if not 0 <= n < len(self):
             raise IndexError(n)
         shard = bisect.bisect_right(self._first_records, n) - 1
@@ -188,13 +186,13 @@ def header_shard(k: int) -> str:
 
 
 def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each id, uint64 [N]. Different ids may have the same hash, so callers also compare the ids."""
+    """Return a hash of each id, uint64 [N]. Callers must also compare the ids, since two ids may have one hash."""
     high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
     return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
 
 
 def linker_of(manifest: Mapping[str, Any]) -> int | None:
-    """Return the number of tokens in each linker, from the manifest of a store; None if every record is one chain."""
+    """Return `TokenStore.linker` from the manifest of a store."""
     joined = any(kind.startswith(JOINED) for kind in manifest.get("edits", {}))
     return int(manifest["rules"]["linker"]) if joined else None
 
@@ -215,7 +213,7 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not known.items() <= manifest.items():
         raise InputError(f"{path}: not a token store, or one of another version; ingest again")
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
-        raise InputError(f"{path}/manifest.json: is not as it was written; delete the store {path} and ingest again")
+        raise InputError(f"{path}/manifest.json: has changed since it was written; delete {path} and ingest again")
     return manifest
 
 
@@ -226,18 +224,16 @@ def manifest_sha256(manifest: Mapping[str, Any]) -> str:
 
 
 _EDGES = np.array([0, 32, 64, 128, 192, 256, 384, 512, 768, 1023, 2048, 4096, 8192, 1 << 31])
-"""The bin edges of the length histogram, in residues. ESM-2 was trained on at most 1022 residues at once."""
+"""The bin edges of the length histogram, in residues. ESM-2 was trained on at most 1022 residues per sequence."""
 
 
 @dataclass
 class Shard:
-    """The sizes and hashes of one shard, which has a token file and a header file. The manifest lists all shards."""
+    """The sizes and hashes of a shard, which has a token file and a header file."""
 
     records: int = 0
-    tokens: int = 0
-    """The size of the token file in bytes."""
-    headers: int = 0
-    """The size of the header file in bytes."""
+    tokens: int = 0  # bytes of the token file
+    headers: int = 0  # bytes of the header file
     sha256: list[str] = field(default_factory=list)
     """The sha256 of the token file and of the header file."""
 
@@ -249,10 +245,9 @@ def write_index(
     facts: Mapping[str, Any],
     edits: Edits,
 ) -> None:
-    """Write the arrays and the manifest of a store. The directory already has the files of all shards.
+    """Write the arrays and the manifest of a store, after its shards.
 
-    `columns` has an array for each key of `COLUMNS`, in the order of the records. `facts` has further entries of the
-    manifest.
+    `columns` has an array for each key of `COLUMNS`, in record order. `facts` has further entries of the manifest.
     """
     length_N, header_N, keys = columns
     total, residues = len(length_N), int(length_N.sum(dtype=np.int64))
@@ -300,7 +295,7 @@ OnDuplicate = Literal["error", "first", "suffix"]
 Say = Callable[[str], None]
 
 SHARD = 1 << 26
-"""The approximate size of a shard of the store in bytes, tokens and headers together."""
+"""The approximate size of a shard in bytes, tokens and headers together."""
 
 
 @dataclass(frozen=True)
@@ -310,9 +305,9 @@ class Piece:
     sources: list[int]
     """The indices of the files in the list of all input files."""
     start: int = 0
-    """The first byte of the part of a large file; 0 for whole files."""
+    """The first byte of the part."""
     stop: int | None = None
-    """The end (exclusive) of the part of a large file in bytes; None for whole files."""
+    """The end (exclusive) of the part in bytes; None for the end of the file."""
 
 
 def ingest(
@@ -329,17 +324,16 @@ def ingest(
     Args:
         fastas: plain or compressed files. `-` is the standard input.
         out: the directory of the store.
-        rules: the changes that are allowed.
-        on_duplicate: what happens if several records have the same id, in one file or in different files. `error` keeps
-            the first record if all have the same sequence, and raises an error otherwise. `first` keeps the first
-            record. `suffix` keeps all records, and renames the later records to `ID_2`, `ID_3` ... (unused ids).
-        workers: the number of processes. A compressed file is always read by one process.
+        rules: the allowed changes.
+        on_duplicate: the treatment of several records with the same id. `error` keeps the first record if all have the
+            same sequence, and raises an error otherwise. `first` keeps the first record. `suffix` keeps all records,
+            and renames later records to unused ids `ID_2`, `ID_3` ...
+        workers: the number of processes. Only one process reads a compressed file.
         overwrite: replace an existing store at `out` after the new store is complete.
-        say: is called with a message about the number of records, every few seconds.
+        say: is called every few seconds with the number of records as a text.
 
-    Raises:
-        InputError: a file cannot be read, a record breaks the rules, ids repeat, or no record is left.
-        UsageError: `out` exists and `overwrite` is false, or `out` is no store.
+    Raise `InputError` if a file cannot be read, a record breaks the rules, ids repeat, or no record is left. Raise
+    `UsageError` if `out` exists and `overwrite` is false, or if `out` is no store.
     """
     if out.name in ("", ".."):
         raise UsageError(f"{out}: give the directory of the store a name")
@@ -373,8 +367,8 @@ def ingest(
         store = _without_duplicates(TokenStore(final), work / "unique", on_duplicate, names, facts, edits)
         if rules.on_nucleotides == "error":
             sample_n = np.linspace(0, len(store) - 1, min(len(store), _SAMPLE)).astype(np.int64).tolist()
-            if why := nucleotides(map(store.residues, sample_n), counted(len(store), "record")):
-                raise InputError(f"{names}: {why}; translate them, or {in_a_store('--on-nucleotides keep')}")
+            if reason := nucleotides(map(store.residues, sample_n), counted(len(store), "record")):
+                raise InputError(f"{names}: {reason}; translate them, or {in_a_store('--on-nucleotides keep')}")
         for file in store.path.iterdir():
             file.rename(work / file.name)
         for directory in [path for path in work.iterdir() if path.is_dir()]:
@@ -383,18 +377,18 @@ def ingest(
 
 
 def _pieces(fastas: Sequence[Path]) -> list[Piece]:
-    """Divide the files into inputs for `read_piece`, by size only: shards do not depend on the number of processes."""
+    """Divide the files into inputs for `read_piece` by size only, so that shards do not depend on `workers`."""
     pieces, size = [Piece([])], 0
     for number, fasta in enumerate(fastas):
-        plain, more = (False, SHARD) if fasta == STDIN else (is_plain(fasta), fasta.stat().st_size)
-        if plain and more > SHARD:
-            pieces += [Piece([number], start, start + SHARD) for start in range(0, more, SHARD)]
-        if size + more > SHARD:
+        plain, file_size = (False, SHARD) if fasta == STDIN else (is_plain(fasta), fasta.stat().st_size)
+        if plain and file_size > SHARD:
+            pieces += [Piece([number], start, start + SHARD) for start in range(0, file_size, SHARD)]
+        if size + file_size > SHARD:
             pieces.append(Piece([]))
             size = 0
-        if not plain or more <= SHARD:
+        if not plain or file_size <= SHARD:
             pieces[-1].sources.append(number)
-            size += more
+            size += file_size
     return [piece for piece in pieces if piece.sources]
 
 
@@ -405,12 +399,11 @@ def _folder(work: Path, number: int) -> Path:
 def _read_pieces(
     work: Path, pieces: Sequence[Piece], fastas: Sequence[Path], rules: Rules, workers: int, say: Say
 ) -> Iterator[tuple[list[Shard], Edits]]:
-    """Call `read_piece` for all inputs, in this process or in workers. Yield the results in file order."""
     total, last = 0, time.monotonic()
 
-    def count(more: int) -> None:
+    def count(records: int) -> None:
         nonlocal total, last
-        total += more
+        total += records
         if time.monotonic() - last >= INTERVAL:
             last = time.monotonic()
             say(f"ingest: {total:,} records")
@@ -419,7 +412,7 @@ def _read_pieces(
         for number, piece in enumerate(pieces):
             yield read_piece(_folder(work, number), piece, fastas, rules, count)
         return
-    # Workers are spawned, since forked processes would inherit the threads of this process.
+    # Forked workers would inherit the threads of this process.
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(workers, len(pieces)), mp_context=context) as pool:
         try:
@@ -431,8 +424,7 @@ def _read_pieces(
                 yield shards, edits
         except BrokenProcessPool:
             raise ChildProcessError(
-                "a worker process was killed, perhaps because memory ran out; run the same command again with fewer "
-                "workers"
+                "a worker process was killed, perhaps because memory was full; run the command again with fewer workers"
             ) from None
         finally:
             pool.shutdown(cancel_futures=True)
@@ -441,7 +433,7 @@ def _read_pieces(
 def read_piece(
     folder: Path, piece: Piece, fastas: Sequence[Path], rules: Rules, count: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Shard], Edits]:
-    """Write the shards and `columns.npz` of one input into a new directory. Return the shards and the edits."""
+    """Write the shards and `columns.npz` of one input into a new directory."""
     folder.mkdir()
     edits, shards = Edits(), list[Shard]()
     columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
@@ -476,9 +468,7 @@ def read_piece(
 def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen
     """Open a store, or ingest a sequence file into the cache and open the cached store.
 
-    The cache is `$ESMSHARD_CACHE`, else `$XDG_CACHE_HOME/esmshard`, else `~/.cache/esmshard`. Its keys have the path,
-    the `paths.state` and the rules, so an edited file is read again. During the reading, other processes wait.
-
+    The cache key has the rules and `paths.state`, so an edited file is read again. Meanwhile, other processes wait.
     `linker` is the required number of tokens between two chains. If `linker` is None, a file gets `rules.linker`, and a
     store may have any linker. Raise `InputError` if the path cannot be read, or if a store has another linker.
     """
@@ -512,20 +502,20 @@ def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> T
 def _without_duplicates(
     store: TokenStore, final: Path, on_duplicate: OnDuplicate, names: str, facts: Mapping[str, Any], edits: Edits
 ) -> TokenStore:
-    """Treat repeated ids by `on_duplicate` of `ingest`. Return `store` if no id repeats, else a store at `final`."""
+    """Apply `on_duplicate` of `ingest`. Return `store` if no id repeats; otherwise write a store at `final`."""
     dropped: dict[int, str] = {}
     renamed: dict[int, tuple[str, str]] = {}
     clash: tuple[int, str] | None = None
-    taken: set[str] = set()
+    new_ids: set[str] = set()
     for name, rows in _repeated_ids(store):
         first = store.residues(rows[0])
         for place, n in enumerate(rows[1:], 2):
             if on_duplicate == "suffix":
                 number = place
-                while f"{name}_{number}" in taken or store.find(f"{name}_{number}") is not None:
+                while f"{name}_{number}" in new_ids or store.find(f"{name}_{number}") is not None:
                     number += 1
                 renamed[n] = name, f"{name}_{number}"
-                taken.add(renamed[n][1])
+                new_ids.add(renamed[n][1])
             elif np.array_equal(first, store.residues(n)):
                 dropped[n] = READ_ONCE
             elif on_duplicate == "first":
@@ -579,7 +569,7 @@ def _without_duplicates(
 
 
 def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
-    """Yield each id that several records have, and the numbers of these records in file order."""
+    """Yield each repeated id with its record numbers in file order."""
     again = np.flatnonzero(store.keys[1:] == store.keys[:-1])  # Entries k and k + 1 of `ids.npy` are equal.
     for run in np.split(again, np.flatnonzero(np.diff(again) > 1) + 1) if len(again) else []:
         by_id: dict[str, list[int]] = {}

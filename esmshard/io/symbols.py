@@ -1,4 +1,4 @@
-"""The rules for the symbols in a sequence, and their conversion to ESM tokens. Every change is counted.
+"""Converts the symbols in a sequence to ESM tokens by rules, and counts every change.
 
 | in the file | becomes |
 |---|---|
@@ -30,12 +30,12 @@ from esmshard.vocab import BETWEEN, GAPS, LINKER, MASK, RESIDUES, SEPARATOR, TOK
 
 @dataclass(frozen=True)
 class ChainWindows:
-    """Windows of a record that has too many tokens. Each window has a part of every chain, and all linkers."""
+    """Windows of a record with too many tokens. Each window has a part of every chain, and all linkers."""
 
     spans: tuple[tuple[int, int], ...]
     """The begin and the end (exclusive) of each chain in the tokens of the record."""
     sizes: tuple[int, ...]
-    """The number of residues that a window has of each chain."""
+    """The number of residues of each chain in a window."""
 
     @property
     def rooms(self) -> list[int]:
@@ -49,17 +49,17 @@ class ChainWindows:
         return max(-(-length // size) for length, size in zip(lengths, self.sizes, strict=True))
 
     def spread(self, place: int) -> list[int]:
-        """Return the offset in each chain of window `place` (from 0), if `count` windows are spread evenly."""
+        """Return the offset of window `place` (from 0) in each chain. The `count` windows are spread evenly."""
         return [place * room // max(self.count - 1, 1) for room in self.rooms]
 
     def drawn(self, key: str) -> list[int]:
-        """Return the offset in each chain of a random window. `key` is the seed: the same key gives the same window."""
+        """Return the offset of a random window in each chain. The same `key` always gives the same window."""
         keys = [key] if len(self.spans) == 1 else [f"{key}:{k}" for k in range(len(self.spans))]
         numbers = [int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little") for name in keys]
         return [number % (room + 1) for number, room in zip(numbers, self.rooms, strict=True)]
 
     def kept(self, starts: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Return the indices of the W tokens of the window that has the offsets `starts` in the chains, int64 [W]."""
+        """Return the indices of the W tokens of a window, int64 [W]. `starts` has the window's offset in each chain."""
         ranges, linker = list[npt.NDArray[np.int64]](), self.spans[0][0]
         for (begin, end), size, start in zip(self.spans, self.sizes, starts, strict=True):
             ranges += [np.arange(linker, begin), np.arange(begin + start, begin + start + size)]
@@ -67,20 +67,19 @@ class ChainWindows:
         return np.concatenate(ranges)
 
     def name(self, starts: Sequence[int]) -> str:
-        """Return the name of a window: its residues of each chain, counted from 1, such as `1-300:5-204`."""
+        """Return the name of a window: its residue range in each chain, from 1, such as `1-300:5-204`."""
         return ":".join(f"{start + 1}-{start + size}" for start, size in zip(starts, self.sizes, strict=True))
 
 
 def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
-    """Divide a record of more than `most` tokens into windows of at most `most` tokens, without `<cls>` and `<eos>`.
+    """Divide a record into windows of at most `most` tokens, without `<cls>` and `<eos>`.
+
+    Raise `InputError` if the linkers leave less room than one residue for each chain.
 
     >>> from esmshard.vocab import encode_residues
     >>> tokens = np.frombuffer(encode_residues("MKTAYIAKQR:GQI", linker=2), np.uint8)
     >>> chain_windows(tokens, 11).sizes
     (6, 3)
-
-    Raises:
-        InputError: the linkers leave less room than one residue for each chain.
     """
     spans = chain_spans(tokens)
     lengths = [end - start for start, end in spans]
@@ -88,8 +87,8 @@ def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
     room = most - linkers
     if room < len(spans):
         raise InputError(
-            f"{most:,} residues leave no room for {len(spans)} chains and {linkers:,} residues of linkers; raise the "
-            "limit, or join chains by a shorter linker"
+            f"{most:,} residues leave no room for {len(spans)} chains and {linkers:,} linker residues; raise the "
+            "limit, or use a shorter linker"
         )
     sizes = [0] * len(spans)
     by_length = sorted(range(len(spans)), key=lengths.__getitem__)
@@ -101,7 +100,7 @@ def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
 
 BLANKS = b" \t\n\r\v\f"
 STRANGE = 255
-"""The code that the function `table` gives to a byte that is no residue letter. `clean` treats these bytes."""
+"""The code of a byte that is no residue letter. The function `clean` treats these bytes."""
 
 _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 # Only ASCII letters change, since str.upper() turns a German sharp s into two serines.
@@ -109,9 +108,9 @@ _UPPER = str.maketrans(string.ascii_lowercase, string.ascii_uppercase)
 _MASKED = "\0"
 _MASK_TEXT = re.compile(re.escape(TOKENS[MASK]), re.IGNORECASE)
 _MASK_SYMBOL = "\uf8ff"
-"""The character that replaces the text `<mask>` in a sequence. Unicode reserves the character for private use."""
+"""Replaces the text `<mask>` in a sequence by one character, which Unicode reserves for private use."""
 _IN_TURNS = re.compile(r"(?:[A-Z][a-z#]){3,}")
-"""A pattern for residues that each have a structure letter after them, as `MdEvVp`. `#` is an unknown structure."""
+"""Matches residues with a structure letter after each residue, as `MdEvVp`. `#` is an unknown structure."""
 _STOP = re.compile(r"\*(?=:|\Z)")
 JOINED = "chains were joined by a linker"
 LEFT_OUT = "a sequence with symbols that are no residues, or without any, was left out"
@@ -119,31 +118,31 @@ LEFT_OUT = "a sequence with symbols that are no residues, or without any, was le
 
 @dataclass(frozen=True)
 class Rules:
-    """The settings of a reader of sequences: the changes that it may make, and the columns of a table that it reads."""
+    """The settings of a sequence reader: the allowed changes, and the columns of a table."""
 
     on_unknown: Literal["error", "mask", "drop"] = "error"
     """The treatment of a symbol that is no residue. `error` refuses the record, `mask` reads the symbol as `<mask>`,
-    and `drop` leaves out the record. `drop` also leaves out a record that has no residues, or a chain without residues.
+    and `drop` leaves out the record. `drop` also leaves out a record with an empty chain.
     """
     a3m: bool = False
     """Whether the file is an A3M alignment, in which lower-case letters and `.` are insertions."""
     keep_gaps: bool = False
     """Whether to keep `-` (and `.`, but not in A3M files) as the gap tokens of the alphabet."""
     long: Literal["full", "crop", "window", "skip", "error"] = "full"
-    """The treatment of a sequence over `max_length`. `full` keeps the sequence. `crop` keeps one random window (its
-    seed is the id), and adds `residues=FIRST-LAST` to the header. `window` makes the smallest number of windows that
-    cover the sequence, each a record `ID/FIRST-LAST`. `skip` leaves out the record. `error` refuses the record.
+    """The treatment of a sequence over `max_length`. `full` keeps the sequence. `crop` keeps one random window (the id
+    is the seed), and adds `residues=FIRST-LAST` to the header. `window` covers the sequence by the smallest number of
+    windows, and each window becomes a record `ID/FIRST-LAST`. `skip` leaves out the record. `error` refuses the record.
     """
     max_length: int | None = None
-    """The maximum length in residues. `long` is the treatment of longer sequences. None means no maximum."""
+    """The maximum length in residues; None for no maximum."""
     on_nucleotides: Literal["error", "keep"] = "error"
-    """The treatment of a file that seems to be DNA or RNA (see `nucleotides`): `error` refuses it, `keep` reads it."""
+    """The treatment of a file that seems to be DNA or RNA: `error` refuses the file, `keep` reads the file."""
     linker: int = LINKER
-    """The number of `SEPARATOR` tokens between two chains of a record (property `esmshard.vocab.Chains.tokens`)."""
+    """The number of `SEPARATOR` tokens between two chains of a record."""
     sequence_column: str | None = None
-    """The name of the sequence column of a table; None means that the reader looks for a known name."""
+    """The name of the sequence column in a table; None to look for a known name."""
     id_column: str | None = None
-    """The name of the id column of a table; None means that the reader looks for a known name."""
+    """The name of the id column in a table; None to look for a known name."""
 
     def __post_init__(self) -> None:
         if self.long != "full" and self.max_length is None:
@@ -153,15 +152,13 @@ class Rules:
 
     def recorded(self) -> dict[str, Any]:
         """Return the rules as a dictionary for the manifest of a store, without column names that are None."""
-        named = asdict(self)
-        return {key: value for key, value in named.items() if value is not None or not key.endswith("_column")}
+        return {key: value for key, value in asdict(self).items() if value is not None or not key.endswith("_column")}
 
 
 class RefusedSymbols(Exception):
-    """The error for a record that breaks the rules. The caller puts `FILE:LINE: record 'ID' ` before the message.
+    """The error for a record that breaks the rules. `what` is the problem, and `fix` is the advice.
 
-    `what` is the problem, and `fix` tells how to solve the problem. If `droppable` is true, the caller also recommends
-    `on_unknown=drop`.
+    The caller adds `FILE:LINE: record 'ID' ` in front, and the advice `on_unknown=drop` if `droppable` is true.
     """
 
     def __init__(self, what: str, fix: str, *, droppable: bool = False) -> None:
@@ -171,14 +168,13 @@ class RefusedSymbols(Exception):
 
 @dataclass
 class Edits:
-    """Counts of the changes that a reader makes, and of the records or chains that the reader leaves out.
+    """Counts of the changes and omissions of a reader, by kind.
 
-    Each kind of edit is a text. Most kinds count records, such as `gaps were removed`. A kind that counts other items
-    has `(s)` after its noun, as in `chain(s) left out`.
+    Each kind is a text. Most kinds count records, such as `gaps were removed`. A kind that counts other items has `(s)`
+    after its noun, as in `chain(s) left out`.
     """
 
     counts: dict[str, int] = field(default_factory=dict)
-    """The number of records or items of each kind."""
     first: dict[str, list[str]] = field(default_factory=dict)
     """The names of the first four records, files or chains with each kind of edit. A message shows three names."""
 
@@ -208,8 +204,8 @@ class Edits:
 
 
 def in_a_store(option: str) -> str:
-    """Return the end of a message, which advises to make a store with `esmshard ingest` and this option."""
-    return f"type `esmshard ingest FILE -o NAME.store {option}`, and name NAME.store instead"
+    """Return the advice to make a store by `esmshard ingest` with this option, as the end of a message."""
+    return f"run `esmshard ingest FILE -o NAME.store {option}`, and use NAME.store instead of the file"
 
 
 def shown(name: str) -> str:
@@ -219,8 +215,9 @@ def shown(name: str) -> str:
 
 
 def table(rules: Rules, others: Mapping[str, int]) -> bytes:
-    """Make a table for `bytes.translate` that turns residue letters, and gaps if they are kept, into tokens. `others`
-    has the codes of further characters. All other bytes become the code `STRANGE`.
+    """Return a table for `bytes.translate` that turns residue letters, and gaps that `rules` keep, into tokens.
+
+    `others` has the codes of further characters. All other bytes become the code `STRANGE`.
     """
     codes = bytearray([STRANGE]) * 256
     for letter in _kept(rules):
@@ -233,17 +230,15 @@ def table(rules: Rules, others: Mapping[str, int]) -> bytes:
 def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | None:
     """Convert the text of a sequence to residue tokens by the rules. Return None if `on_unknown=drop` leaves it out.
 
-    Raises:
-        RefusedSymbols: the sequence has a symbol that is no residue (the message has its position), SaProt's structure
-            letters, or a chain without residues.
+    Raise `RefusedSymbols` for a symbol that is no residue, for SaProt's structure letters, or for an empty chain.
     """
     kinds: list[str] = []
     written = _MASK_TEXT.sub(_MASK_SYMBOL, written.translate(_NO_BLANKS))
     text = _STOP.sub("", written)
     if not rules.a3m and _IN_TURNS.fullmatch(text):
         raise RefusedSymbols(
-            "has residues and structure letters in turns, as SaProt writes them",
-            "in a FASTA file remove the letters by `sed '/^>/!s/[a-z#]//g' FILE > NEW`, and give them to SaProt as "
+            "has a structure letter after each residue, as SaProt writes sequences",
+            "in a FASTA file remove these letters by `sed '/^>/!s/[a-z#]//g' FILE > NEW`, and give them to SaProt as "
             "a track (docs/tracks.md)",
         )
     if text != written:
@@ -292,10 +287,9 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
 
 
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
-    """Apply `rules.long` to a sequence. Return the id, header and tokens of each record that the sequence becomes.
+    """Apply `rules.long` to a sequence. Return the id, header and tokens of each resulting record.
 
-    Raises:
-        RefusedSymbols: a sequence over `max_length` is an error by `rules.long`, or its linkers fill a whole window.
+    Raise `RefusedSymbols` if the sequence is too long and `rules.long` is `error`, or if its linkers fill a window.
     """
     length, most, record_id = len(tokens), rules.max_length, name.decode()
     if most is None or length <= most or rules.long == "full":
@@ -333,21 +327,21 @@ NUCLEOTIDE_LETTERS, NUCLEOTIDE_SHARE, EACH_SHARE = 100, 0.95, 0.05
 def nucleotides(tokens: Iterable[npt.NDArray[np.uint8]], count: str) -> str | None:
     """Return the reason why sequences seem to be DNA or RNA; None if they seem to be proteins.
 
-    The letters of nucleotides are residues too, so their frequencies decide. Sequences seem to be DNA or RNA if they
-    have at least `NUCLEOTIDE_LETTERS` letters in total, and at least `NUCLEOTIDE_SHARE` of the letters are A, C, G, T,
-    U or N. Each of A, C, G and T (or U) must also be at least `EACH_SHARE` of these four letters. (A rare protein with
-    so much alanine, glycine and threonine has almost no cysteine.) `count` is a text such as `3 records`.
+    Nucleotide letters are also residue letters, so their frequencies decide. DNA or RNA has at least
+    `NUCLEOTIDE_LETTERS` letters in total, and at least `NUCLEOTIDE_SHARE` of them are A, C, G, T, U or N. Each of A, C,
+    G and T (or U) must also be at least `EACH_SHARE` of these four letters, since proteins with much alanine, glycine
+    and threonine have almost no cysteine. `count` is a text such as `3 records`.
     """
     counts = np.zeros(len(TOKENS), np.int64)
     for token_L in tokens:
         counts += np.bincount(token_L, minlength=len(TOKENS))
-    of = {letter: int(counts[TOKENS.index(letter)]) for letter in RESIDUES}
-    total = sum(of.values())
-    acgt = [of["A"], of["C"], of["G"], of["T"] + of["U"]]
-    share = (sum(acgt) + of["N"]) / max(total, 1)
+    count_of = {letter: int(counts[TOKENS.index(letter)]) for letter in RESIDUES}
+    total = sum(count_of.values())
+    acgt = [count_of["A"], count_of["C"], count_of["G"], count_of["T"] + count_of["U"]]
+    share = (sum(acgt) + count_of["N"]) / max(total, 1)
     if total < NUCLEOTIDE_LETTERS or share < NUCLEOTIDE_SHARE or min(acgt) < EACH_SHARE * sum(acgt):
         return None
     return (
-        f"{count} of DNA or RNA, as it seems ({100 * share:.0f}% of the letters are A, C, G, T, U or N), where "
+        f"seems to have {count} of DNA or RNA, since {100 * share:.0f}% of the letters are A, C, G, T, U or N, but "
         "proteins are expected"
     )

@@ -1,9 +1,8 @@
 """Reads tables: text files with commas, tabs or semicolons, Parquet files and Excel workbooks. Writes CSV tables.
 
-Every cell stays text until `Table.numbers` converts its column. Every row keeps its line number for messages. Blank
-lines, rows of empty cells, and columns without name and values are left out without a message.
-
-Text files are read with the csv module, since pandas does not give the line of a row, and its import takes 1.0 s.
+Every cell stays text until `Table.numbers` converts its column. Blank lines, rows of empty cells, and columns without
+name and values are left out without a message. The csv module reads text files, since pandas does not give the line of
+a row.
 """
 
 import csv
@@ -29,7 +28,7 @@ from esmshard.errors import InputError
 MISSING = frozenset(
     {"", "-", "na", "n/a", "n.a.", "#n/a", "#na", "<na>", "nan", "null", "none", "nd", "n.d.", "n.d", "n/d"}
 )
-"""Texts, in lower case, that mean a missing value in a cell. docs/labels.md lists these texts."""
+"""Lower-case texts that mean a missing value in a cell. docs/labels.md has the same list."""
 
 NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)  # The function float() also accepts 1_000.
 _THOUSANDS = re.compile(r"[+-]?[1-9]\d{0,2},\d{3}", re.ASCII)
@@ -37,7 +36,7 @@ _SEPARATORS = {"\t": "tabs", ";": "semicolons", ",": "commas"}
 _FOREIGN = (
     (b"PK\x03\x04", "an Excel workbook or another zip archive, not a text table; save it as CSV, or as .xlsx"),
     (b"\xd0\xcf\x11\xe0", "an old Excel workbook, not a text table; save it as CSV"),
-    (b"PAR1", "a Parquet file; let its name end in .parquet"),
+    (b"PAR1", "a Parquet file; rename it so that its name ends in .parquet"),
 )
 
 _T = TypeVar("_T")
@@ -49,9 +48,9 @@ class Table:
 
     path: Path
     columns: Mapping[str, list[str]]
-    """The stripped cells of each column, in the order of the file. An empty cell is ''."""
+    """The stripped cells of each column, in file order. An empty cell is ''."""
     lines: list[int]
-    """The line number of each row, from 1. For a Parquet file or a workbook it is the row number."""
+    """The line number of each row, from 1; the row number in a Parquet file or a workbook."""
     ids: str | None = None
     """The name of the id column if the table has sequences; otherwise None."""
 
@@ -59,15 +58,15 @@ class Table:
         return len(self.lines)
 
     def where(self, row: int) -> str:
-        """Return the file and the line of a row, such as `labels.csv:17`."""
+        """Return the file and line of a row, such as `labels.csv:17`."""
         return f"{self.path}:{self.lines[row]}"
 
     def at(self, row: int) -> str:
-        """Return the line of a row without the file, such as `line 17`; `row 17` for a Parquet file or a workbook."""
+        """Return the line of a row, such as `line 17`; `row 17` for a Parquet file or a workbook."""
         return f"{'row' if self.path.suffix.lower() in (PARQUET, WORKBOOK) else 'line'} {self.lines[row]:,}"
 
     def column(self, name: str, fix: str | None = None) -> list[str]:
-        """Return the N cells of a column. A missing column is an `InputError`, whose message ends with `fix`."""
+        """Return the N cells of a column. Raise `InputError` with the advice `fix` if the column is missing."""
         if name in self.columns:
             return self.columns[name]
         lower = {other.lower(): other for other in self.columns}
@@ -78,10 +77,9 @@ class Table:
         )
 
     def only_column(self, names: Sequence[str], fix: str) -> str | None:
-        """Return the name of the column that is in `names`, in upper or lower case; None if there is no such column.
+        """Return the column whose name is in `names`, in upper or lower case; None if no column matches.
 
-        Raises:
-            InputError: the table has several such columns. The message ends with `fix`.
+        Raise `InputError` with the advice `fix` if several columns match.
         """
         lower = {name.lower() for name in names}
         matches = [column for column in self.columns if column.lower() in lower]
@@ -92,11 +90,8 @@ class Table:
     def numbers(self, name: str) -> npt.NDArray[np.float64]:
         """Return a column as numbers, float64 [N]. A cell with a text of `MISSING` becomes NaN.
 
-        Commas are read as decimal commas (`1,5`) if no cell of the column has a point, and if at least one comma
-        cannot separate thousands.
-
-        Raises:
-            InputError: the column is missing, or a cell is not a finite number; the message names line and cell.
+        Commas are decimal commas (`1,5`) if no cell has a point and at least one comma cannot separate thousands. Raise
+        `InputError` with line and cell if a cell is not a finite number, or if the column is missing.
         """
         written = self.column(name)
         cells = ["" if cell.lower() in MISSING else cell.replace("\N{MINUS SIGN}", "-") for cell in written]
@@ -117,7 +112,7 @@ class Table:
 
 
 def shown(text: str, most: int = 40) -> str:
-    r"""Format a cell or a name for a message: in quotes, on one line, and cut after `most` characters.
+    r"""Format a cell or a name for a message: in quotes, on one line, with at most `most` characters.
 
     >>> print(shown("two\nlines"), shown("A" * 100))
     'two\nlines' 'AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA...'
@@ -135,7 +130,7 @@ def counted(number: int, what: str) -> str:
 
 
 def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
-    """Format the names of the first three items, and `...` if there are further items.
+    """Format the names of the first three items, and `...` if there are more.
 
     >>> first_three([1, 2, 3, 4], str)
     '1, 2, 3, ...'
@@ -144,7 +139,7 @@ def first_three(items: Sequence[_T], name: Callable[[_T], str]) -> str:
 
 
 def listed(names: Sequence[str] | Mapping[str, object]) -> str:
-    """Return a clause for messages that lists up to twenty columns of a table.
+    """Return a clause for messages with the names of up to twenty columns.
 
     >>> listed(["mutant", "score"])
     "its columns are 'mutant', 'score'"
@@ -163,12 +158,11 @@ PARQUET, WORKBOOK = ".parquet", ".xlsx"
 def read_table(path: Path) -> Table:
     """Read a table from a text file (plain, gz, bz2, xz or zst), or from a file that ends in `.parquet` or `.xlsx`.
 
-    The first line must name the columns. The separator is the tab, the semicolon or the comma, whichever divides the
-    first 20 rows into the largest number of cells; in a tie, the file extension decides. Quoted cells may hold
-    separators and line breaks. A column without a name gets a name such as `column 3`, unless all its cells are empty.
+    The first line has the column names. The separator is the tab, semicolon or comma that gives the largest number of
+    cells in the first 20 rows. In a tie, the file extension decides. Quoted cells may have separators and line breaks.
+    A column without a name gets a name such as `column 3`, unless all its cells are empty.
 
-    Raises:
-        InputError: the file cannot be read, has no rows, or has a row with too many or too few cells.
+    Raise `InputError` if the file cannot be read, has no rows, or has a row with too many or too few cells.
     """
     suffix, divided = path.suffix.lower(), ""
     if suffix in (PARQUET, WORKBOOK):
@@ -180,9 +174,9 @@ def read_table(path: Path) -> Table:
         rows, divided = _records(path, text, separator), f", read as separated by {_SEPARATORS[separator]}"
     header, first = next(rows, ([], 0))
     if not header:
-        raise InputError(f"{path}: is empty; its first line names the columns")
+        raise InputError(f"{path}: is empty; the first line of a table has the column names")
     if header[0].startswith(">"):
-        raise InputError(f"{path}: is a FASTA file, and a table is expected, whose first line names the columns")
+        raise InputError(f"{path}: is a FASTA file, but a table is expected; give a CSV, TSV, Parquet or Excel file")
     named = max(place for place, name in enumerate(header, 1) if name)
     cells: list[list[str]] = []
     lines: list[int] = []
@@ -192,7 +186,7 @@ def read_table(path: Path) -> Table:
         if not named <= len(row) <= len(header):
             raise InputError(
                 f"{path}:{line}: has {counted(len(row), 'cell')}, but the header in line {first} has {len(header):,}"
-                f"{divided}; fix the line, or quote cells that hold a separator"
+                f"{divided}; fix the line, or quote cells that contain a separator"
             )
         cells.append(row + [""] * (len(header) - len(row)))
         lines.append(line)
@@ -209,12 +203,12 @@ def read_table(path: Path) -> Table:
 
 
 def _cells(values: Sequence[Any]) -> list[str]:
-    """Convert the values of a row to text. `str` gives a float enough digits to read back the same number."""
+    """Convert the values of a row to text. `str` writes all digits of a float."""
     return ["" if value is None else str(value).strip() for value in values]
 
 
 def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the column names with the number 0, and then the cells of each row with the row number, from 1."""
+    """Yield the column names with the number 0, then the cells of each row with its number, from 1."""
     try:
         import pyarrow as pa
         from pyarrow import parquet
@@ -232,7 +226,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the cells and the number of each row of the only sheet. A formula is read as the value that was saved."""
+    """Yield the cells and the number of each row in the only sheet. For a formula, read its saved value."""
     try:
         import openpyxl
     except ImportError:
@@ -243,7 +237,7 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
     with open(path, "rb") as file:
         try:
             for sheet in openpyxl.load_workbook(file, read_only=True, data_only=True).worksheets:
-                sheet.reset_dimensions()  # Otherwise cells are lost if the file states a wrong size of the sheet.
+                sheet.reset_dimensions()  # Otherwise cells are lost if the file has a wrong sheet size.
                 rows = enumerate(map(_cells, sheet.iter_rows(values_only=True)), 1)
                 if cells := [(row, number) for number, row in rows if any(row)]:
                     sheets[sheet.title] = cells
@@ -252,15 +246,15 @@ def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
             raise InputError(f"{path}: cannot be read as an Excel workbook ({reason}); save it again") from None
     if len(sheets) > 1:
         raise InputError(
-            f"{path}: has {len(sheets)} sheets with cells ({first_three([*sheets], repr)}); save the one with the "
-            "table as 'CSV UTF-8', or remove the others"
+            f"{path}: has {len(sheets)} sheets with cells ({first_three([*sheets], repr)}); save the sheet with the "
+            "table as 'CSV UTF-8', or remove the other sheets"
         )
     return iter(next(iter(sheets.values()), []))
 
 
 @contextmanager
 def readable(path: Path, expected: str) -> Iterator[None]:
-    """Replace an error in a `with` block that reads the file `path` by an `InputError`, whose message is one sentence.
+    """Turn an error in a `with` block that reads `path` into an `InputError` with a one-sentence message.
 
     `expected` is the kind of file for the message, such as `a table`.
     """
@@ -271,10 +265,10 @@ def readable(path: Path, expected: str) -> Iterator[None]:
     except IsADirectoryError:
         raise InputError(f"{path}: is a directory; {expected} is expected") from None
     except PermissionError:
-        raise InputError(f"{path}: may not be read; change its permissions") from None
+        raise InputError(f"{path}: you have no permission to read it; change its permissions") from None
     except UnicodeDecodeError:
         raise InputError(f"{path}: is not UTF-8 text; {expected} is expected") from None
-    except Exception as error:  # The class ZstdError is in different libraries, depending on the version of Python.
+    except Exception as error:  # The library of ZstdError depends on the version of Python.
         damaged = isinstance(error, (EOFError, zlib.error, lzma.LZMAError, OSError))
         if not damaged and type(error).__name__ not in ("ZstdError", "IsalError"):
             raise
@@ -282,24 +276,23 @@ def readable(path: Path, expected: str) -> Iterator[None]:
 
 
 def read_whole(path: Path, expected: str) -> bytes:
-    """Return the content of a file, plain or compressed (gz, bz2, xz or zst). For the errors see `readable`."""
+    """Return the uncompressed content of a file (plain, gz, bz2, xz or zst). For the errors see `readable`."""
     with readable(path, expected), xopen(path, "rb", threads=0) as handle:
         data: bytes = handle.read()
     return data
 
 
 def read_text(path: Path, expected: str) -> str:
-    """Return the UTF-8 text of a file, plain or compressed, without a byte-order mark.
+    """Return the text of a plain or compressed file without a byte-order mark.
 
-    Raises:
-        InputError: the file cannot be read, or is not UTF-8 text.
+    Raise `InputError` if the file cannot be read, or is not UTF-8 text.
     """
     data = read_whole(path, expected)
     for signature, what in _FOREIGN:
         if data.startswith(signature):
             raise InputError(f"{path}: is {what}")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:2]:
-        raise InputError(f"{path}: is UTF-16 text or no text at all; save it as 'CSV UTF-8'")
+        raise InputError(f"{path}: is UTF-16 text or not text; save it as 'CSV UTF-8'")
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
         text = data.decode()
@@ -308,7 +301,7 @@ def read_text(path: Path, expected: str) -> str:
         raise InputError(f"{path}:{line}: is not UTF-8; save it as 'CSV UTF-8'") from None
     if "\0" in text:
         line = len(data[: data.index(b"\0") + 1].splitlines())
-        raise InputError(f"{path}:{line}: has a NUL byte, so the file is damaged or no text; make it again")
+        raise InputError(f"{path}:{line}: has a NUL byte, so the file is damaged or not text; make it again")
     return text
 
 
@@ -318,7 +311,7 @@ def _separator(path: Path, text: str) -> str:
     def cells(separator: str) -> int:
         rows = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True)
         widths = []
-        with suppress(csv.Error):  # `_records` reports the line of the error.
+        with suppress(csv.Error):  # `_records` reports the error with its line.
             for row in itertools.islice((row for row in rows if len(row) > 1 or "".join(row).strip()), 20):
                 widths.append(len(row))
         return min(widths, default=0)
@@ -327,8 +320,8 @@ def _separator(path: Path, text: str) -> str:
 
 
 def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str], int]]:
-    """Yield the stripped cells and the first line number of each row of a text. Rows of empty cells are left out."""
-    # With newline="" the csv module accepts all line ends, and keeps line breaks inside quotes.
+    """Yield the stripped cells and the first line number of each row. Leave out rows of empty cells."""
+    # With newline="" the csv module accepts all line ends and does not change line breaks inside quotes.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     line = 1
     while True:
@@ -347,7 +340,7 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str],
 
 
 def write_rows(file: IO[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a CSV table. The first row has the column names. Each line ends with a line feed."""
-    # Before Python 3.13 the csv module quotes no carriage return. Readers would end the line at the carriage return.
+    """Write a CSV table, whose first row has the column names. Each line ends with a line feed."""
+    # Before Python 3.13 the csv module does not quote carriage returns, where readers would end the line.
     quoted = any("\r" in cell for row in rows for cell in row)
     csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerows(rows)

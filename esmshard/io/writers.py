@@ -1,7 +1,7 @@
-"""The base class `Writer` of all writers of results, and `TableWriter`, the writer of tables.
+"""Defines the base class `Writer` of all writers of results, and `TableWriter` for tables.
 
-A writer is a context manager. Its method `add` takes the records in input order, and writes to temporary files. If the
-`with` block ends without an error, the new files replace older files. Otherwise the new files are removed.
+A writer is a context manager. Its method `add` writes records in input order to temporary files. If the `with` block
+ends without an error, the new files replace older files. Otherwise the new files are removed.
 """
 
 import csv
@@ -25,19 +25,18 @@ GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
 
 
 class Writer(ABC):
-    """A writer of the file or directory `out`. It works in a scratch directory in the parent of `out`."""
+    """Writes the file or directory `out`, first in a scratch directory in the parent of `out`."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
-        self.files = ExitStack()
-        """The open files. They are closed when the `with` block ends."""
+        self.files = ExitStack()  # The end of the `with` block closes these files.
 
     @abstractmethod
     def open(self) -> None:
-        """Create the file or directory `self.work`, which is in a scratch directory and has the name of `out`."""
+        """Create the file or directory `self.work`. Its name is the name of `out`."""
 
     def finish(self) -> None:  # noqa: B027  # Some writers have no remaining data.
-        """Write the data that are left after the last record."""
+        """Write the remaining data after the last record."""
 
     def __enter__(self) -> Self:
         with ExitStack() as scratch:
@@ -58,7 +57,7 @@ class Writer(ABC):
                 if kind is None:  # Otherwise the earlier error is raised.
                     raise
             if kind is None:
-                # `facts_file` is removed first and replaced last. So it never describes an older or newer result.
+                # `facts_file` is removed first and replaced last, so that it never describes another result.
                 for older in (facts_file(self.out), failures_file(self.out), chains_file(self.out)):
                     older.unlink(missing_ok=True)
                 if self.work.is_dir() and self.out.is_dir():
@@ -69,15 +68,15 @@ class Writer(ABC):
 
 
 class TableWriter(Writer):
-    """A writer of `x.csv`, with six digits for each number, or of `x.parquet` (needs the pip extra `tables`).
+    """Writes `x.csv` with six digits for each number, or `x.parquet` (needs the pip extra `tables`).
 
-    Rows stay in memory until there are GROUP_ROWS rows or GROUP_NUMBERS numbers. NaN becomes an empty cell.
+    NaN becomes an empty cell. Up to GROUP_ROWS rows or GROUP_NUMBERS numbers stay in memory.
 
     Args:
         out: the file to write.
         columns: the type of each column by name: `string`, `int32`, `int64`, `float32` or `float64`.
         about: the metadata of a Parquet file.
-        quoted: whether all cells of a CSV file get quotes. Cells with a carriage return need quotes (`write_rows`).
+        quoted: whether to quote all cells of a CSV file. Cells with a carriage return need quotes (see `write_rows`).
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class TableWriter(Writer):
         self._rows.writerow(self._columns)
 
     def add(self, columns: Mapping[str, Sequence[Any] | npt.NDArray[Any]]) -> None:
-        """Add rows: the cells of each column by name. All columns have the same number of cells."""
+        """Add rows. `columns` has the new cells of each column by name."""
         for name, cells in self._waiting.items():
             cells.extend(columns[name])
         if len(cells) >= self._most:
@@ -146,25 +145,25 @@ def text(value: float) -> str:
 
 
 def chains_file(out: Path) -> Path:
-    """Return the path of the list of records with several chains, such as `maps/x.npz.chains.tsv` for `maps/x.npz`."""
+    """Return the path of the list of records with several chains: `maps/x.npz.chains.tsv` for `maps/x.npz`."""
     return out.with_name(f"{out.name}.chains.tsv")
 
 
 def failures_file(out: Path) -> Path:
-    """Return the path of the list of failed records, such as `maps/x.npz.failed.tsv` for `maps/x.npz`."""
+    """Return the path of the list of failed records: `maps/x.npz.failed.tsv` for `maps/x.npz`."""
     return out.with_name(f"{out.name}.failed.tsv")
 
 
 def facts_file(out: Path) -> Path:
-    """Return the path of the JSON file that describes an output, such as `maps/x.npz.json` for `maps/x.npz`."""
+    """Return the path of the JSON file that describes an output: `maps/x.npz.json` for `maps/x.npz`."""
     return out.with_name(f"{out.name}.json")
 
 
 def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> None:
-    """Write `OUT.chains.tsv`, the list of the records with several chains. If `lengths` is empty, write no file.
+    """Write `OUT.chains.tsv`, the list of records with several chains. If `lengths` is empty, write no file.
 
-    Each line has the id of a record, the number of residues of each chain (from `lengths`), and `join`, the way in
-    which the chains were joined. In the file `out`, the rows of a record follow its chains in this order.
+    Each line has the id of a record, the number of residues in each chain (from `lengths`), and the method `join` that
+    joined the chains. The rows of a record in `out` have the same order of chains.
     """
     rows = [(record_id, ",".join(map(str, residues)), join) for record_id, residues in lengths.items()]
     if rows:
@@ -173,7 +172,7 @@ def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> 
 
 
 def write_failures(path: Path, failures: Sequence[tuple[str, int, str]]) -> None:
-    """Write id, number of residues and reason of each failed record. If no record failed, remove the file."""
+    """Write the id, number of residues and reason of each failed record. If no record failed, remove the file."""
     path.unlink(missing_ok=True)
     if not failures:
         return
@@ -192,7 +191,7 @@ def library(module: str, extra: str, out: Path) -> Any:
 
 
 def check(*paths: Path, overwrite: bool) -> None:
-    """Raise `InputError` if a path is a directory, and `UsageError` if a file exists and `overwrite` is not set."""
+    """Raise `InputError` if a path is a directory, and `UsageError` if a file exists and `overwrite` is false."""
     for path in paths:
         if path.is_dir():
             raise InputError(f"{path}: is a directory; name a file")

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 PREFIX = "base_model.model."
 HEAD = "head.safetensors"
-"""The name of the file with the task head in the directory of an adapter. PEFT ignores this file."""
+"""The file with the task head in an adapter directory. PEFT ignores this file."""
 _FIX = "let PEFT merge it (merge_and_unload) and save the model"
 
 # Keys of PEFT's class `LoraConfig` that this module reads, or that do not change the outputs of a trained adapter.
@@ -83,10 +83,10 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
     if file is None:
         raise InputError(f"{directory}: the adapter is not complete: {ADAPTERS[0]} is missing; copy it again")
     family, tied = family_of(base.config), family_of(base.config).trunk.tied
-    a_of: dict[str, WeightReader] = {}
-    b_of: dict[str, WeightReader] = {}
+    lora_a: dict[str, WeightReader] = {}
+    lora_b: dict[str, WeightReader] = {}
     modules: dict[str, str] = {}
-    whole: dict[str, WeightReader] = {}
+    replaced: dict[str, WeightReader] = {}
     left_out: set[str] = set()
     for key, reader in weight_reader.read_tensors(file).items():
         name = key.removeprefix(PREFIX)
@@ -96,25 +96,25 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
             for piece in family.pieces(f"{lora[1]}.weight", base.config):
                 modules[piece.name] = lora[1]
                 if lora[2] == "A":
-                    a_of[piece.name] = reader
+                    lora_a[piece.name] = reader
                 else:
-                    b_of[piece.name] = reader.part(piece.rows)
+                    lora_b[piece.name] = reader.part(piece.rows)
         elif ".lora_" in name:
             raise InputError(f"{file}: {key} does not belong to a plain LoRA of linear layers; {_FIX}")
         else:
             pieces = family.pieces(name.replace(".base_layer.", "."), base.config)
-            whole |= {piece.name: reader.part(piece.rows) for piece in pieces}
-    if not a_of or a_of.keys() != b_of.keys():
+            replaced |= {piece.name: reader.part(piece.rows) for piece in pieces}
+    if not lora_a or lora_a.keys() != lora_b.keys():
         raise InputError(f"{file}: has no LoRA, or a LoRA with only one of its two matrices; copy the adapter again")
-    if changed := [name for name in (*a_of, *whole) if name in (*tied.keys(), *tied.values())]:
+    if changed := [name for name in (*lora_a, *replaced) if name in (*tied.keys(), *tied.values())]:
         raise InputError(
             f"{file}: changes {changed[0]}, which token embedding and LM head share in this model; train the adapter "
             "without word_embeddings, decoder and lm_head in target_modules and modules_to_save"
         )
     shapes = {name: reader.shape for name, reader in base.read.items()}
-    fits = {name: shapes.get(name) == reader.shape for name, reader in whole.items()}
-    for name, a in a_of.items():
-        b = b_of[name]
+    fits = {name: shapes.get(name) == reader.shape for name, reader in replaced.items()}
+    for name, a in lora_a.items():
+        b = lora_b[name]
         fits[name] = shapes.get(name) == (b.shape[0], a.shape[1]) and 0 < a.shape[0] == b.shape[1]
     if wrong := [name for name, fit in fits.items() if not fit]:
         raise InputError(
@@ -123,10 +123,10 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         )
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
-        scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in a_of.items()}
+        scales = {name: _scale(directory, settings, modules[name], a.shape[0]) for name, a in lora_a.items()}
     # Errors of `base.rows` about values that are not finite name the base model, not the adapter.
     trunk = {n: replace(r, rows=partial(base.rows, n)) for n, r in base.read.items() if not n.startswith("head.")}
-    adapted = {name: _with_lora(name, trunk[name], a, b_of[name], scales[name]) for name, a in a_of.items()}
+    adapted = {name: _with_lora(name, trunk[name], a, lora_b[name], scales[name]) for name, a in lora_a.items()}
     head_file = directory / HEAD
     head = weight_reader.read_safetensors(head_file) if head_file.is_file() else {}
     notices = (f"{file}: its {part} belongs to another task and is ignored" for part in sorted(left_out))
@@ -134,7 +134,7 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
     return replace(
         base,
         source=str(directory),
-        read={**trunk, **whole, **adapted, **head},
+        read={**trunk, **replaced, **adapted, **head},
         absent=tuple(unlearned),
         notices=(*base.notices, *notices),
         files=(*base.files, file, *([head_file] if head else [])),
@@ -147,7 +147,7 @@ def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int)
     """Return the factor of a layer's LoRA product B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
     PEFT's `alpha_pattern` maps regular expressions to alphas, and the first match counts. Here the keys must be plain
-    names, because the search for an unknown expression could take forever. A dot may have a backslash.
+    names, because the search for an unknown expression may never end. A dot in a name may have a backslash.
     """
     alpha: Any = settings.get("lora_alpha")
     path = directory / ADAPTER_CONFIG

@@ -11,9 +11,9 @@ from torch import nn
 from esmshard.batch import TokenBatch
 
 OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
-"""The type of a function `on_attention(layer, sequence, q_THK, k_THK)`. It gets the queries and keys of one sequence in
-one layer, after the rotary embedding, including `<cls>` and `<eos>`. It can call `attention_map` for a few heads at a
-time, because all H maps [T, T] together could need too much memory."""
+"""The type of a function `on_attention(layer, sequence, q_THK, k_THK)`. The function gets the queries and keys of one
+sequence in one layer, after the rotary embedding, including `<cls>` and `<eos>`. The function can call `attention_map`
+for a few heads at a time, because all H maps [T, T] together could need too much memory."""
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> Literal["varlen", "slices", "padded"]:
@@ -82,7 +82,7 @@ class RotaryEmbedding(nn.Module):
 
     Checkpoints contain the buffer `inv_freq`, because released ESM-2 models have values that were rounded to fp16.
     Exact values would change representations by up to 1e-3. The buffer stays fp32 when the model is cast to another
-    type, because bf16 cannot tell half of 1,024 positions from another position.
+    type. In bf16, half of 1,024 positions would equal another position.
     """
 
     inv_freq: torch.Tensor

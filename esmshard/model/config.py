@@ -30,7 +30,8 @@ class Matrix:
     rows: int
     """The width of the layer's output."""
     reads: str
-    """A name for the layer's input. Layers with the same input have the same name, because training saves it once."""
+    """A name for the layer's input. Layers with the same input have the same name here, because training saves the
+    input only once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +42,7 @@ class ModelConfig(ABC):
     dim: int
     n_heads: int
     window: int | None = field(default=None, compare=False)
-    """The longest sequence in training, in residues; None for the model family's default (`Family.window`)."""
+    """The length of the longest sequence in training, in residues; None for the family's default (`Family.window`)."""
     chains: Chains = field(default=Chains(), compare=False)  # `Chains` is immutable
     """How the chains of a protein complex become one sequence."""
 

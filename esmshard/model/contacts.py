@@ -27,7 +27,6 @@ class ContactAccumulators:
     second call, but the call must not change the sums.
 
     Args:
-        n_sequences: the number N of sequences.
         weight_AC: the weights of the A regressions for the C maps of all layers in order.
         bias_A: the biases of the A regressions.
     """

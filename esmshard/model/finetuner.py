@@ -107,8 +107,8 @@ class FineTuner(nn.Module):
         quantization: Quantization | None = None,
     ) -> None:
         """Quantise matrices and add LoRA matrices if the settings ask for it. Then choose the parameters to train: the
-        task head, and the trunk's parameters that `settings` selects, except for `Trunk.never_learns`. `seed` is for
-        initial LoRA matrices. `tracks` names the tracks that all batches have.
+        task head, and the trunk's parameters that `settings` selects, except for `Trunk.never_learns`. `seed` is the
+        seed of new LoRA matrices. `tracks` names the tracks that all batches have.
         """
         if quantization is not None:
             quantize(self.trunk.layers, self.trunk.config.matrices, quantization)

@@ -176,7 +176,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the message of the error's first cause, which says more than huggingface_hub's error."""
+    """Return the first line of the first cause's message, which says more than the message of huggingface_hub."""
     while error.__cause__:
         error = error.__cause__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

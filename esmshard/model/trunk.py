@@ -16,7 +16,7 @@ from esmshard.vocab import SEPARATOR, TOKENS, Chains
 
 GLYCINE = TOKENS.index("G")
 ABSENT = -1e4
-"""The logit of a token that a model lacks. It is finite, but its softmax is zero in every precision."""
+"""The logit of a token that a model lacks. This number is finite, but its softmax is zero in every precision."""
 
 
 class ContactRegression(nn.Module):
@@ -28,7 +28,9 @@ class ContactRegression(nn.Module):
 
 
 def embedding(rows: int, dim: int, padding_idx: int | None = None) -> nn.Embedding:
-    """Make an embedding table. Without `_weight`, `nn.Embedding` imports the compiler on the meta device, in 2 s."""
+    """Make an embedding table. Without `_weight`, `nn.Embedding` would import the compiler on the device `meta` (2
+    s).
+    """
     return nn.Embedding(rows, dim, padding_idx, _weight=torch.empty(rows, dim).uniform_(-1, 1))
 
 
@@ -66,7 +68,7 @@ class Trunk(nn.Module, ABC):
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
-    """For tensors with two names, the second name mapped to the name in files."""
+    """For each tensor with two names, its second name mapped to its name in files."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
     """Name prefixes of parameters that fine-tuning leaves unchanged, because they hardly affect losses."""
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -1,6 +1,5 @@
-"""Reads weights from files, directories or the Hugging Face hub, or makes random weights, and builds models with them.
-
-This module also computes the identity of a model, which `esmshard.json` and checkpoints store.
+"""Reads weights from files, directories or the Hugging Face hub, or makes random weights. Builds models with weights,
+and computes the identity of a model, which `esmshard.json` and checkpoints store.
 """
 
 import hashlib
@@ -62,7 +61,7 @@ class Weights:
         return self.absent if self.seed is None else ("lm_head", "contact_head")
 
     def lacking(self, *parts: str) -> list[str]:
-        """Return a warning for each of these model parts that the files lack."""
+        """Return a warning for each model part in `parts` that the files lack."""
         return [f"{self.source}: has no {part}; its output is random" for part in self.absent if part in parts]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -145,7 +144,7 @@ def place(model: str | Path) -> Path:
 
 @cache
 def _copy_of(url: str) -> Path:
-    """Copy a model from a cloud bucket. Of a run, copy only the directory `model`."""
+    """Copy a model from a cloud bucket. If the address is a run, copy only its directory `model`."""
     model_of_run = f"{url}/model"
     is_run = not remote.exists(f"{url}/config.json") and remote.exists(f"{model_of_run}/config.json")
     return remote.local(model_of_run if is_run else url)
@@ -392,7 +391,7 @@ def altered(files: Sequence[Path]) -> str | None:
 
 
 def report_altered(files: Sequence[Path]) -> None:
-    """Print the sentence from `altered`, if there is a sentence, to stderr."""
+    """Print the sentence that `altered` returns, if any, to stderr."""
     if sentence := altered(files):
         say(sentence)
 
@@ -427,7 +426,7 @@ def identity(weights: Weights, name: str) -> dict[str, Any]:
 
 
 def model_hash(weights: Weights) -> str:
-    """Return a sha256 of architecture and weights, in hexadecimal digits. It does not depend on file names."""
+    """Return a sha256 of architecture and weights, in hexadecimal digits. File names do not change the result."""
     return hashlib.sha256(json.dumps(_model_of(identity(weights, "")), sort_keys=True).encode()).hexdigest()
 
 

@@ -210,7 +210,7 @@ def run_local(
 def _store() -> tuple[Any, dict[str, str]]:
     """Make the key-value store through which the processes connect. Return the store, and its environment variables.
 
-    The launcher holds the store, so that ranks can find the cause of an error even after the end of rank 0. The store
+    The launcher serves the store, so that ranks can find the cause of an error even after the end of rank 0. The store
     listens only on the loopback interface, because torch unpickles values from the store. Anyone who connects could
     run code.
     """

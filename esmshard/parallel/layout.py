@@ -19,7 +19,7 @@ def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int,
     """Count the matrix products of a layer that selective checkpointing keeps, by shape (inputs, outputs on a rank).
 
     Checkpointing keeps the products with the matrices q, k, v, `out` and fc1. No gradient needs the product with fc2,
-    and the products of a LoRA take almost no time. With tensor parallelism, the product with `out` is not kept, because
+    and the products of a LoRA need almost no time. With tensor parallelism, the product with `out` is not kept, because
     it is as large as the product with fc1. If fc1 and fc2 have the same shape, the first products of this shape are
     kept, because fc2 comes last.
     """

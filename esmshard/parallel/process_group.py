@@ -223,25 +223,25 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
 
     Raises `LostProcess` if not all ranks connect within `seconds`.
     """
-    held = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if rank == 0 and launch.restarts_allowed() and held:
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and launch.restarts_allowed() and by_launcher:
         say(
             "torchrun can start processes again only if each machine has TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1; without "
             "this variable, new processes may wait forever for the old processes"
         )
     host, port, timeout = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timedelta(seconds=seconds)
     # If rank 0 serves the store, the store is new at each start. Machines that joined later count fewer restarts.
-    prefix = launch.prefix(launch.attempt() if held else 0, next(_STARTS))
+    prefix = launch.prefix(launch.attempt() if by_launcher else 0, next(_STARTS))
     try:
-        whole = dist.TCPStore(  # type: ignore[attr-defined]
+        server = dist.TCPStore(  # type: ignore[attr-defined]
             host,
             port,
-            is_master=rank == 0 and not held,
+            is_master=rank == 0 and not by_launcher,
             wait_for_workers=False,
             timeout=timeout,
             multi_tenant=True,
         )
-        store = dist.PrefixStore(prefix, whole)  # type: ignore[attr-defined]
+        store = dist.PrefixStore(prefix, server)  # type: ignore[attr-defined]
         store.set(f"host/{rank}", socket.gethostname())
         store.wait([f"host/{other}" for other in range(size)], timeout)
     except dist.DistError as error:

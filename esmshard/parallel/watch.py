@@ -122,7 +122,7 @@ class Control:
                 code = getattr(error, "exit_code", ExitCode.CRASHED)
                 words = str(error) if isinstance(error, (InputError, Preempted)) else f"{type(error).__name__}: {error}"
                 self._report(code, words.strip().split("\n")[0][:500])
-        except dist.DistError:  # the process that holds the store has ended, too
+        except dist.DistError:  # the process that serves the store has ended, too
             pass
         finally:
             self._left.set()
@@ -179,7 +179,7 @@ class Control:
             except dist.DistError as error:
                 answer.set_exception(error)
 
-        # If the process with the store is suspended, a request to the store may never end, in spite of its time-out.
+        # If the process that serves the store is suspended, a request may never end, in spite of its time-out.
         # This rank then abandons the thread after `STORE_SILENCE` seconds.
         threading.Thread(target=ask, name="roll-call", daemon=True).start()
         try:
@@ -198,7 +198,7 @@ class Control:
         if error.shared:
             time.sleep(1)  # the rank that prints must end first, because launchers end all ranks when one rank ends
         elif rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            time.sleep(3)  # other ranks must read the verdict before this process ends, which has the store
+            time.sleep(3)  # other ranks must read the verdict before this process ends, because it serves the store
         return error
 
     def _roll_call(self, words: str) -> tuple[int, str, int]:

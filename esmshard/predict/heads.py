@@ -46,8 +46,8 @@ from esmshard.vocab import BETWEEN, Chains, chain_spans, decode
 Array = npt.NDArray[np.float32]
 
 TOKENS, GPU_TOKENS = 4096, 16_384
-"""The maximum number of tokens in a batch: GPU_TOKENS on a GPU, but TOKENS for maps of residue pairs. CPU cores share
-TOKENS. A longer record is computed alone."""
+"""The maximum number of tokens in a batch: TOKENS on the CPU and for maps of residue pairs, otherwise GPU_TOKENS. CPU
+cores share this number. A longer record is computed alone."""
 LEAST = 1024
 """The minimum size in tokens of a full batch of whole sequences. Smaller batches are slower."""
 WINDOW, WINDOW_TOKENS = 2048, 1 << 18

@@ -72,7 +72,7 @@ def file_name(record_id: str, taken: set[str]) -> str:
 
 @contextmanager
 def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
-    """Provide a function that saves a picture under a record id. Pictures reach `folder` if the block succeeds."""
+    """Provide a function that saves a picture by record id. Pictures reach `folder` unless the block fails."""
     # An existing directory may be another disk, and files cannot be renamed from one disk to another.
     with scratch_directory(folder / "pictures" if folder.is_dir() else folder) as work:
         taken = set[str]()

@@ -194,7 +194,7 @@ def score_table(
 
 
 def _measured(table: Table, target: str | None) -> str | None:
-    """Return `target`, or the only column with a usual name and numbers, or None."""
+    """Return the column of measured values: `target`, or the only column with a usual name and numbers, or None."""
     usual = {name.lower() for name in TARGET_COLUMNS}
     names = [target] if target else [name for name in table.columns if name.lower() in usual]
     if len(names) != 1:

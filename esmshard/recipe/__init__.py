@@ -1,1 +1,1 @@
-"""Recipes with typed keys: the sections of a recipe, and reading, checking and writing of YAML files, without torch."""
+"""The sections and keys of a recipe, and functions that read, check and write recipes, without torch."""

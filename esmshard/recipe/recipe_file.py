@@ -1,11 +1,11 @@
-"""Loads, overrides, checks and writes recipes. This module does not import torch.
+"""Functions that load, check and write recipes. This module does not import torch.
 
 A recipe is one YAML file. `resolve` finds the file by its path or by the name of a shipped recipe. `load` reads the
 file, applies `key=value` overrides, makes paths absolute, and reports all problems at once, each with line and column.
 
-Paths: `sample:NAME` is data shipped with the package. Paths that begin with `s3://` or `gs://` are addresses in
-buckets. Other paths are relative to the recipe file. Only `out`, and paths in overrides, are relative to the working
-directory. `~` is expanded, and `${VAR}` is expanded if the variable is in HARMLESS.
+Paths in a recipe are relative to the recipe file. Only `out`, and paths in overrides, are relative to the working
+directory. `sample:NAME` means data of the package, and `s3://` or `gs://` an address in a bucket. `~` and environment
+variables in HARMLESS, written `${VAR}`, are expanded.
 """
 
 import os
@@ -26,17 +26,17 @@ from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
 
 _DATA_PATHS = ("train", "valid", "test", "labels", "mask", "complexes", "clusters", "table", "wild_type")
 PATH_KEYS = (("model", "name"), *(("data", key) for key in _DATA_PATHS), ("out",))
-"""The keys of a recipe whose values are paths, except `data.tracks`, which holds several paths."""
+"""The recipe keys whose values are paths. `data.tracks` is missing, because its value is a mapping of several paths."""
 
 TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"))
-"""Each item is the name of a section and two keys of this section. A recipe sets only one of these two keys."""
+"""Pairs of keys, each after the name of their section. A recipe may set only one key of a pair."""
 
 HARMLESS = r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+"  # SLURM_JWT is a password for Slurm's server
-"""A pattern for the environment variables that a recipe may read. No such variable holds a secret, since a stranger may
-have written the recipe."""
+"""A pattern for the environment variables that a recipe may read. None of them is a secret, because a stranger may have
+written the recipe."""
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
-"""The start of the first line of a recipe. This line tells editors where the schema is."""
+"""The start of the first line of a recipe, which tells editors the path of the schema."""
 
 
 def names() -> list[str]:
@@ -45,7 +45,7 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> Path:
-    """Return the path of a recipe. The argument `name` is a path, or the name of a shipped recipe."""
+    """Return the path of a recipe, from a path or the name of a shipped recipe."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -60,14 +60,14 @@ def resolve(name: str) -> Path:
 def load(path: Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe from the file `path`, apply overrides such as `optim.lr=1e-4`, and check the recipe.
 
-    Raises `UsageError` with a sentence for each problem, such as `recipe.yaml:4:3: optim.lrr: unknown key; did you mean
-    'lr'?`.
+    Raises:
+        UsageError: with a sentence for each problem: `recipe.yaml:4:3: optim.lrr: unknown key; did you mean 'lr'?`.
     """
     return checked(opened(path, overrides))
 
 
 def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
-    """Read a recipe and apply overrides, without checking the recipe. The function `checked` checks the result."""
+    """Read a recipe and apply overrides, but do not check the recipe. Pass the result to `checked`."""
     tree = read(path, "a recipe", Recipe)
     for override in overrides:
         tree.override(override)
@@ -79,9 +79,8 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def _make_room(tree: Tree, path: Path) -> None:
-    """Remove keys of the recipe file that contradict an override. If an override sets one of two keys in TWO_WAYS,
-    remove the other key. If an override sets `data.train` to other data than a sample, remove samples and placeholders
-    in `data.valid` and `data.test`.
+    """Remove keys of the recipe file that contradict an override: the other key of a pair in TWO_WAYS; and sample data
+    or placeholders in `data.valid` and `data.test`, if an override sets `data.train` to other data than a sample.
     """
     for section, *keys in TWO_WAYS:
         node = tree.node.get(section)
@@ -102,7 +101,7 @@ def _is_sample(value: object) -> bool:
 
 
 def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """For each path in a recipe, yield the mapping with the path, and the path's keys, such as `("data", "train")`."""
+    """Yield the mapping that contains each path of a recipe, and the keys of the path, such as `("data", "train")`."""
     data = recipe.get("data")
     tracks = data.get("tracks") if isinstance(data, dict) else None
     names = [name for name in tracks if isinstance(name, str)] if isinstance(tracks, dict) else []
@@ -115,7 +114,7 @@ def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
 
 
 def checked(tree: Tree) -> Recipe:
-    """Check the result of the function `opened`, and return the recipe. The errors are the same as of `load`."""
+    """Check the result of `opened`, and return the recipe. Raises the errors of `load`."""
     return tree.checked(Recipe, sections())
 
 
@@ -129,8 +128,8 @@ def dump(recipe: Recipe) -> str:
 
 
 def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return a copy of a dumped recipe that can be shared in `directory`. Paths in `data` and `out` become the names of
-    the files, without directories. The path of the model becomes relative to `directory`.
+    """Return a copy of a recipe for other people, who get it in `directory`. In `data` and `out`, only the file name of
+    a path stays. The path of the model becomes relative to `directory`.
     """
     shared = deepcopy(dict(recipe))
     for section, keys in _paths(shared):
@@ -142,7 +141,7 @@ def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of a recipe, for editors. The file `recipes/schema.json` contains this schema."""
+    """Return the JSON schema of a recipe for editors, which is also in the file `recipes/schema.json`."""
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Recipe.model_json_schema()}
 
 
@@ -153,7 +152,7 @@ def description(name: str) -> str:
 
 
 def copy_of(path: Path) -> str:
-    """Return the text of a recipe file. If the first line names a schema, change it to name the installed schema."""
+    """Return the text of a recipe file. If its first line names a schema, insert the path of the installed schema."""
     first, newline, rest = path.read_text(encoding="utf-8").partition("\n")
     if first.startswith(SCHEMA_LINE):
         first = f"{SCHEMA_LINE}{shipped('recipes') / 'schema.json'}"
@@ -161,7 +160,7 @@ def copy_of(path: Path) -> str:
 
 
 def differences(old: Recipe, new: Recipe) -> list[str]:
-    """Return a text for each key whose value differs between two recipes, such as `optim.lr (0.001, was 0.002)`."""
+    """Return a text such as `optim.lr (0.001, was 0.002)` for each key whose value differs between two recipes."""
     a, b = dict(_leaves(old.model_dump(mode="json"))), dict(_leaves(new.model_dump(mode="json")))
     return [
         f"{key} ({b.get(key)}, was {a.get(key)})" for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)
@@ -182,8 +181,8 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
     for name in re.findall(r"\$\{(\w+)\}", text):
         if not re.fullmatch(HARMLESS, name):
             problem = (
-                f"a recipe does not read the environment variable {name}, since it may hold a secret; let the shell "
-                f"expand it, as in {key}=${name}"
+                f"a recipe may not read the environment variable {name}, which may be a secret; let the shell expand "
+                f"the variable, as in {key}=${name}"
             )
         elif name not in os.environ:
             problem = f"the environment variable {name} is not set"
@@ -192,8 +191,8 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
     is_model, url = keys == ("model", "name"), remote.address(text)
     if url is not None and keys == ("out",):
         problem = (
-            "a run needs a directory on a disk, where it renames and appends; set out=runs/NAME, and copy it beside "
-            f"the run, as with `aws s3 sync runs/NAME {url}` every few minutes (docs/clouds.md)"
+            "a run needs a directory on a disk, because a bucket cannot append to files; set out=runs/NAME, and run "
+            f"`aws s3 sync runs/NAME {url}` every few minutes (docs/clouds.md)"
         )
     if problem is not None:
         tree.problems.append(f"{tree.where(keys, on_value=True)}: {key}: {problem}")

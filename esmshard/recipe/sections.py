@@ -1,8 +1,7 @@
-"""The sections of a recipe: typed and frozen, with a description of every key. This module does not import torch.
+"""The sections of a recipe, with types and a description of every key. This module does not import torch.
 
-`esmshard.recipe.recipe_file` reads recipes from files, and `esmshard recipes schema` prints all keys. The settings of a
-task are in the module of the task, in `esmshard/tasks/` or in another package. These modules import torch, so
-`esmshard.tasks.registry` imports them only when a recipe is read.
+The settings of a task are in the module of the task, in `esmshard/tasks/` or in another package. These modules import
+torch, so `esmshard.tasks.registry` imports them only when a recipe is read.
 """
 
 import re
@@ -26,7 +25,7 @@ from esmshard.vocab import LONGEST_LINKER, WIDEST_GAP, Chains
 
 
 class Settings(BaseModel):
-    """The base class of all sections of a recipe. Sections are frozen, refuse unknown keys, and convert no values."""
+    """The base class of all recipe sections. Sections cannot change, refuse unknown keys, and convert no values."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -34,23 +33,23 @@ class Settings(BaseModel):
 
 
 def as_list(value: Any) -> Any:
-    """Convert a single name to a tuple with this name. Return other values unchanged."""
+    """Return a tuple for a single name, and any other value unchanged."""
     return (value,) if isinstance(value, str) else value
 
 
 def each_once(names: Any) -> Any:
-    """Return a list of names unchanged. Raise an error if a name occurs twice."""
+    """Return a list of names unchanged. Raises `ValueError` if a name occurs twice."""
     if len(set(names)) < len(names):
         raise ValueError(f"has a name twice ({', '.join(names)}); write each once")
     return names
 
 
 Names = Annotated[tuple[str, ...], BeforeValidator(as_list, json_schema_input_type=str | list[str])]
-"""The type of a key whose value is a list of names, or a single name."""
+"""The type of a recipe key that accepts a list of names, or a single name."""
 
 
 class Clash(ValueError):
-    """The error that is raised if a key of a section is missing, or contradicts another key or section."""
+    """The error for a recipe key that is missing, or that contradicts another key or section."""
 
     def __init__(self, key: str, reason: str) -> None:
         super().__init__(f"{key}: {reason}")
@@ -58,7 +57,7 @@ class Clash(ValueError):
 
 
 def listed(names: Sequence[str]) -> str:
-    """Join names to a text for a sentence: `a`, `a and b`, or `a, b and c`."""
+    """Return names as part of a sentence: `a`, `a and b`, or `a, b and c`."""
     *others, last = names
     return f"{', '.join(others)} and {last}" if others else last
 
@@ -68,114 +67,112 @@ OPTIONAL = (
     *("table", "wild_type", "mutant", "offset", "unusable", "replicates", "transform", "lower_is_better"),
     *("split", "train_max", "train_share"),
 )
-"""The keys of the data section that only some tasks read. `TaskSettings.data_keys` names the keys that a task reads."""
+"""The data keys that only some tasks read. `TaskSettings.data_keys` says which of these keys a task reads."""
 
 INSIDE = "inside"
-"""The value that a recipe has instead of the path of a track, if the track is in the same file as the sequences."""
+"""The value for a track, instead of a path, if the track is in the same file as the sequences."""
 EVERY = "all"
-"""The value of the key `data.complexes` with which all chains of a structure file become one record."""
+"""The value of `data.complexes` that makes one record from all chains of a structure file."""
 
 
 class JoinSettings(Settings):
-    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). By default the chains are
-    joined as in the model's training, or by a linker of 25 glycines without a gap.
+    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). The default is
+    the same way as in the training of the model, or else a linker of 25 glycines without a gap.
     """
 
     linker: Annotated[int, Field(ge=1, le=LONGEST_LINKER)] | Literal["break"] | None = None
     """The number of glycines between two chains, or `break` for the single chain-break token of ESM-C and ESM3."""
     gap: int | None = Field(None, ge=0, le=WIDEST_GAP)
-    """The number that is added to the positions of all residues after each linker. For models with rotary positions."""
+    """The number to add to the positions of all residues after each linker. For models with rotary positions only."""
 
     def over(self, usual: Chains) -> Chains:
-        """Return how a model joins chains: the values of `usual`, replaced by the keys that this section sets."""
+        """Return the way to join chains: the keys that are set, and the values of `usual` for the other keys."""
         return Chains(usual.linker if self.linker is None else self.linker, usual.gap if self.gap is None else self.gap)
 
 
 class DataSettings(Settings):
     """The training, validation and test records: FASTA files, token stores, or tables with sequences and labels
-    (docs/labels.md). Task `contact` takes directories of PDB or mmCIF files (docs/structures.md), or FASTA files or
-    token stores with coordinates in `.npz` files (data/README.md). Task `variant` has `table` and `wild_type` instead.
+    (docs/labels.md). Task `contact` reads directories of PDB or mmCIF files (docs/structures.md), or FASTA files or
+    token stores with coordinates in `.npz` files (data/README.md). Task `variant` reads `table` and `wild_type`.
     """
 
     train: str | None = None
-    """The training records: a path, or `sample:contact/train`. If several splits name the same file, the file is
-    divided by `SET=` in its headers, or by the column `set` of the table or of the labels (docs/labels.md)."""
+    """The training records: a path, or `sample:contact/train`. `train`, `valid` and `test` may name the same file. Then
+    `SET=` in its headers, or the column `set` of the table or labels, divides the file (docs/labels.md)."""
     valid: str | None = None
-    """The validation records, which are scored during training. By default these records are in the file of `train`."""
+    """The validation records, on which the model is tested during training. By default, the same file as `train`."""
     test: str | None = None
-    """The test records, which are scored once after training. By default these records are in the file of `train`."""
+    """The test records, on which the model is tested once after training. By default, the same file as `train`."""
     table: str | None = None
-    """A table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). This key and the
-    following ones up to `train_share` are for task `variant`."""
+    """For task `variant`: a table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md)."""
     wild_type: str | None = None
-    """The FASTA file with the wild type of the protein in `table`."""
+    """For task `variant`: the FASTA file with the wild type of the protein in `table`."""
     mutant: str | None = None
-    """The column of `table` with the mutations. By default it is the column with a usual name, such as `mutant`."""
+    """The column of `table` with the mutations. By default, a column with a usual name, such as `mutant`."""
     offset: Annotated[int, Field(ge=-(10**6), le=10**6)] | Literal["auto"] | None = None
-    """The number that is added to the positions in `table`. `auto`, the default, finds the number with which the
-    positions fit the wild type."""
+    """The number to add to the positions in `table`. `auto`, the default, chooses the number with which the positions
+    fit the wild type."""
     unusable: Literal["drop", "error"] | None = None
-    """How unusable rows of `table` are treated: rows without a substitution, with a stop codon, with a synonymous
+    """What to do with unusable rows of `table`: rows without a substitution, with a stop codon, with a synonymous
     change, or with a residue that the wild type does not have. `drop`, the default, leaves these rows out and reports
-    them. At most a tenth of the rows may be unreadable, and at most a tenth may not fit the wild type."""
+    them. At most a tenth of the rows may be unreadable, and at most a tenth may contradict the wild type."""
     replicates: Literal["mean", "keep", "error"] | None = None
-    """How several rows of `table` with the same variant are treated. `mean`, the default, averages the measured values.
-    `keep` keeps all rows, and `error` refuses them."""
+    """What to do with several rows of `table` for the same variant. `mean`, the default, averages the measured values.
+    `keep` uses all rows, and `error` refuses them."""
     transform: Literal["none", "log", "rank"] | None = None
-    """How the measured values are transformed before training; `none` is the default. `log` suits ratios and
-    affinities. `rank` suits skewed distributions. Predictions are converted back to the unit of the table."""
+    """How to transform the measured values before training; `none` is the default. Use `log` for ratios and affinities,
+    and `rank` for skewed distributions. Predictions are converted back to the unit of the table."""
     lower_is_better: Names | None = Field(None, strict=False)
-    """The targets for which lower values are better, such as a dissociation constant. Ranks and zero-shot scores of
-    these targets are reversed."""
+    """The targets for which lower values are better, such as a dissociation constant. The ranking and the zero-shot
+    scores are reversed for these targets."""
     split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
-    """How variants are divided into folds. `position`, the default, keeps the variants of one position together, so
-    that test positions never occur in training. `contiguous` and `modulo` are the schemes of ProteinGym. `random`
-    gives scores that are too high. `mutations` and `given` make one split of the table instead of folds. `mutations`
-    trains on variants with up to `train_max` mutations, and tests on variants with more mutations. `given` follows the
-    column `set` (or `split`) of the table."""
+    """How to divide variants into folds. `position`, the default, keeps all variants of a position in the same fold, so
+    that test positions never occur in training. `contiguous` and `modulo` are the methods of ProteinGym. `random` gives
+    scores that are too high. `mutations` makes no folds: it trains on variants with up to `train_max` mutations, and
+    tests on variants with more mutations. `given` uses the column `set` (or `split`) of the table."""
     train_max: int | None = Field(None, ge=1, le=10**6)
-    """For split `mutations`, the maximum number of mutations in a training variant; 1 by default."""
+    """For split `mutations`: the maximum number of mutations in a training variant; 1 by default."""
     train_share: float | None = Field(None, gt=0, le=1)
-    """The share of the training variants that is used, for learning curves; 1 by default. Every larger share also
-    contains the variants of each smaller share."""
+    """The share of training variants to use (0 to 1), for learning curves; 1 by default. A larger share contains all
+    variants of a smaller share."""
     labels: str | None = None
-    """One file with the labels of all three splits: a table, a label FASTA, or an `.npz` file (docs/labels.md). By
-    default the labels are in the table of the sequences, or in the headers or `.npz` files of the FASTA files."""
+    """One file with the labels for training, validation and test: a table, a label FASTA, or an `.npz` file
+    (docs/labels.md). By default, the labels are in the table of sequences, in FASTA headers, or in `.npz` files."""
     target: Names | None = Field(None, strict=False)
-    """The names of the labels: one or several columns of a table or keys of headers, or the array of an `.npz` file."""
+    """The names of the labels: columns of a table, keys in FASTA headers, or the array in an `.npz` file."""
     sequence_column: str | None = None
-    """The column with the sequences, if `train` is a table. The default is a usual name, see docs/ingest.md."""
+    """The column with the sequences, if `train` is a table. By default, a column with a usual name (docs/ingest.md)."""
     id_column: str | None = None
-    """The column with the ids of records, in the table `labels`, or else in the table `train`. The default is a usual
-    name, such as `id`."""
+    """The column with the record ids, in the table `labels` or else `train`. By default, a column with a usual name, as
+    `id`."""
     mask: str | None = None
-    """For task `residue`, a FASTA file with 0 or 1 for each residue. The labels of residues with 0 are ignored."""
+    """For task `residue`: a FASTA file with 0 or 1 for each residue. Labels of residues with 0 are ignored."""
     complexes: str | None = None
-    """Which chains of a structure file become one record (docs/structures.md). By default each chain is a record. With
-    `all`, all protein chains of a file are one record, in the order of the file. The third choice is the path of a text
-    file with a record on each line, such as `1abc_A:B` for chain A followed by chain B of the file `1abc.cif`."""
+    """Which chains of a structure file become one record (docs/structures.md). By default, each chain is a record. With
+    `all`, the protein chains of a file are one record, in the order of the file. Or give a text file with a record on
+    each line: `1abc_A:B` means chain A followed by chain B of the file `1abc.cif`."""
     join: JoinSettings = JoinSettings()  # type: ignore[call-arg]  # see Recipe
     tracks: dict[str, str] | None = None
-    """Further inputs for each residue (tracks), which some model families, such as ESM3, read in addition to the amino
-    acid (docs/tracks.md). For the name of each track, give a path, such as {3di: letters.fasta}. For coordinates give
-    `inside` if the data are structures."""
+    """Further inputs for each residue (tracks), which some models, such as ESM3, read in addition to the amino acid
+    (docs/tracks.md): the name and the path of each track, such as {3di: letters.fasta}. If the data are structures,
+    give `inside` for coordinates."""
     folds: int | None = Field(None, ge=3, le=10**4)
-    """The number of parts into which `train`, or `table`, is divided for cross-validation. One part is the test set.
+    """For cross-validation: the number of parts into which `train`, or `table`, is divided. One part is the test set.
     For a table, or if `valid` names the same file as `train`, the next part is the validation set. The option `--folds`
-    sets this key and `fold` for each run. To train one run without `--folds`, set both keys."""
+    sets this key and `fold` for each run. To train a single run, set both keys yourself."""
     fold: int = Field(0, ge=0)
-    """The number of the part that is the test set, counted from 0. This number must be lower than `folds`."""
+    """The number of the part that is the test set, from 0 to `folds` - 1."""
     clusters: str | None = None
-    """The `_cluster.tsv` file of MMseqs2 for the training records. The parts of `folds` then keep the records of a
-    cluster together. By default the parts keep only equal sequences together."""
+    """The `_cluster.tsv` file of MMseqs2 for the training records. All records of a cluster are then in the same part
+    of `folds`. By default, only equal sequences are kept in the same part."""
     long: Literal["crop", "window", "full", "skip", "error"] = "crop"
-    """How a training record with more than `max_length` residues is treated. `crop` cuts a new random window of the
-    protein in each epoch. `window` covers the record with as few windows as possible, each of which is an example.
-    `full` uses the whole record. `skip` leaves the record out and reports how many. `error` stops the run. Validation,
-    test and prediction always use whole chains. Tasks `sequence`, `pair` and `variant` have the default `full` and
-    refuse `crop`, which may cut off the cause of the label."""
+    """What to do with a training record of more than `max_length` residues. `crop` uses a new random window of the
+    protein in each epoch. `window` divides the record into as few windows as possible, and uses each as an example.
+    `full` uses the complete record. `skip` leaves such records out and reports their number. `error` stops the run.
+    Validation, test and prediction always use complete chains. Tasks `sequence`, `pair` and `variant` have the default
+    `full`, and refuse `crop`, which may cut off the cause of the label."""
     max_length: int = Field(1022, ge=8, le=10**6)
-    """The maximum number of residues of a training record. The key `long` says what happens to longer records."""
+    """The maximum number of residues in a training record. The key `long` says what to do with longer records."""
 
     @field_validator("fold")
     @classmethod
@@ -184,34 +181,32 @@ class DataSettings(Settings):
             return fold
         folds = info.data["folds"]
         if fold and folds is None:
-            raise ValueError("is one of data.folds, and the recipe has none; add data.folds, or remove it")
+            raise ValueError("needs data.folds, which the recipe does not have; add data.folds, or remove data.fold")
         if folds is not None and fold >= folds:
-            raise ValueError(f"is counted from 0, so the last of {folds} folds is {folds - 1}, not {fold}")
+            raise ValueError(f"is {fold}, but {folds} folds have the numbers 0 to {folds - 1}; choose one of these")
         return fold
 
 
 class TaskSettings(Settings):
-    """The base class of the task sections of a recipe. The class variables say what the task needs from the program."""
+    """The base class of the task sections of a recipe. The class variables describe the task."""
 
     name: str
 
     data_keys: ClassVar[tuple[str, ...]] = ()
-    """The keys of the data section in `OPTIONAL` that this task reads. A recipe of this task may not set any other key
-    of `OPTIONAL`."""
+    """The data keys in `OPTIONAL` that this task reads. A recipe with this task may not set the others."""
     may_crop: ClassVar[bool] = False
-    """Whether the label of a protein is also correct for a random part of the protein. If not, `data.long: crop` is
-    refused, and `full` is the default."""
+    """Whether the label of a protein is also correct for a random part of the protein. If not, `data.long` may not be
+    `crop`, and is `full` by default."""
     instead_of_crop: ClassVar[str] = "full or skip"
-    """The values of `data.long` that the message about a refused `crop` proposes."""
+    """The values of `data.long` that the error about `crop` recommends."""
     reads_table: ClassVar[bool] = False
-    """Whether the data are one table of measured variants of one protein (`data.table`). The command divides this table
-    unless `data.folds` is set. For `VariantSettings` and its subclasses only."""
+    """Whether the data are one table of measured variants (`data.table`). For subclasses of `VariantSettings`."""
     trains_lm_head: ClassVar[bool] = False
-    """Whether the task trains and uses the LM head of the language model, and has no additional head."""
+    """Whether the task trains the LM head (the output layer of the language model) and has no head of another kind."""
     pairs: ClassVar[bool] = False
-    """Whether a record has two chains, `A:B`, which the model reads as two separate sequences."""
+    """Whether a record has two chains `A:B`, which the model reads as two sequences."""
     predicts_contacts: ClassVar[bool] = False
-    """Whether predictions are maps of contact probabilities. A report then shows these maps with the true contacts."""
+    """Whether predictions are maps of contact probabilities. A report then shows predicted and true contacts."""
 
     @property
     def wild_type_alone(self) -> bool:
@@ -224,53 +219,53 @@ class TaskSettings(Settings):
         return False
 
     def no_probe(self) -> str | None:
-        """Return the reason why `adapt.method: probe` cannot be used with these settings, or None if it can be used."""
+        """Return why `adapt.method: probe` is impossible with these settings, or None if it is possible."""
         return f"probe is not offered by task {self.name}; choose full, lora or head"
 
     def suit(self, data: DataSettings) -> DataSettings:
-        """Return the data section with the defaults of this task. Raises `Clash` if a key is missing or is refused."""
+        """Return the data section with the defaults of this task. Raises `Clash` if a key is missing or not allowed."""
         if data.train is None:
             raise Clash("train", "this key is required")
         return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Estimate how many bytes the head keeps for the backward pass of a record, in fp32.
+        """Estimate the bytes of memory that the head needs for the backward pass of one record, in fp32.
 
         Args:
-            tokens: the number of tokens of the record.
-            n_logits: the number of logits of the language model for each token. A head may keep these logits.
+            tokens: the number of tokens in the record.
+            n_logits: the number of logits that the language model returns for each token.
         """
         return 0
 
 
 def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
-    """Return the data section with the defaults of a task. Raises `Clash` if a key is missing or does not fit it."""
+    """Return the data section with the defaults of a task. Raises `Clash` if a key is missing or not for this task."""
     for key in OPTIONAL:
         if getattr(data, key) is not None and key not in task.data_keys:
             owners = [name for name, settings in sections().items() if key in settings.data_keys]
-            raise Clash(key, f"is for task {listed(owners)}, and the recipe has {task.name}; remove it")
+            raise Clash(key, f"is for task {listed(owners)}, but the recipe has task {task.name}; remove this key")
     if not task.may_crop and data.long == "crop":
         if "long" in data.model_fields_set:
-            reason = f"crop may remove the cause of the label of a protein; choose {task.instead_of_crop}"
+            reason = f"crop may cut off the cause of a protein's label; choose {task.instead_of_crop}"
             raise Clash("long", reason)
         data = data.model_copy(update={"long": "full"})
     data = task.suit(data)
     if data.folds is not None and "fold" not in data.model_fields_set:
         raise Clash(
             "folds",
-            f"makes {data.folds} parts, and a run is tested on one of them; to train all {data.folds} runs, remove it "
-            f"and pass --folds {data.folds}; to train one run, add data.fold, from 0 to {data.folds - 1}",
+            f"makes {data.folds} parts, but data.fold does not say which part is the test set; set data.fold from 0 to "
+            f"{data.folds - 1} for one run; or remove data.folds, and pass --folds {data.folds} for {data.folds} runs",
         )
     return data
 
 
 def sections() -> Mapping[str, type[TaskSettings]]:
-    """Return the settings class of each registered task that can be used, by the name of the task."""
+    """Return the name and the settings class of each registered task that can be used."""
     return registry.registered().settings
 
 
 class _AnyRegistered:
-    """Makes pydantic choose the settings class of a task section by the key `name`, among all registered tasks."""
+    """Tells pydantic to choose the settings class of a task section by the key `name`, from all registered tasks."""
 
     def __get_pydantic_core_schema__(self, _source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         every = tuple(sections().values())
@@ -279,7 +274,7 @@ class _AnyRegistered:
 
 
 def _usable(section: Any) -> Any:
-    """Return a task section unchanged. Raise `Clash` with the reason if its task is registered but cannot be used."""
+    """Return a task section unchanged. Raises `Clash` if its task is registered but cannot be used."""
     name = section.get("name") if isinstance(section, dict) else None
     if isinstance(name, str) and name in registry.registered().unusable:
         raise Clash("name", registry.registered().unusable[name])
@@ -287,11 +282,11 @@ def _usable(section: Any) -> Any:
 
 
 AnyTask = Annotated[TaskSettings, _AnyRegistered()]
-"""The type of a task section: the settings of one of the registered tasks."""
+"""The type of a task section: the settings of any registered task."""
 
 
 MOST_STEPS, MOST_TOKENS, MOST_PROCESSES, MOST_SECONDS = 10**8, 10**9, 10**6, 10**8
-"""Limits far above the numbers of any real run. With these limits, a number with too many digits is refused early."""
+"""Limits far above the numbers of a real run, so that numbers with too many digits are errors."""
 
 
 class ModelSettings(Settings):
@@ -300,16 +295,16 @@ class ModelSettings(Settings):
     name: str
     """The name or path of the model. Names are `starter` or `demo` (small models in this package, not ESM-2), a
     released name (`esm2_t6_8M_UR50D` ... `esm2_t48_15B_UR50D`), or OWNER/NAME for a repository of the Hugging Face hub.
-    A path leads to trained weights: a fair-esm `.pt` file, or a directory in the layout of `transformers`. With
-    `init: random`, the name (also `mini`) only defines the architecture."""
+    A path is a fair-esm `.pt` file, or a model directory in the layout of `transformers`. With `init: random`, the name
+    (also `mini`) only defines the architecture."""
     quantize: Literal["nf4", "int8"] | None = None
-    """How the library bitsandbytes stores the frozen matrices of the layers in the memory of an NVIDIA GPU: each number
-    has 4 bits (`nf4`, QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or 8 bits (`int8`), and by default 32 bits. For
-    `adapt.method` lora, head and probe. The consolidated model has the unchanged weights of `name`."""
+    """The format of the frozen matrices in the memory of an NVIDIA GPU, with the library bitsandbytes: 4 bits for each
+    number (`nf4`, QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or 8 bits (`int8`). The default is 32 bits. For
+    `adapt.method` lora, head and probe. The consolidated model contains the original weights."""
 
 
 LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]
-"""The linear layers of one layer of a model: query, key, value, output of attention, and both feed-forward layers."""
+"""The linear layers in a layer of a model: query, key, value, output of attention, and both feed-forward layers."""
 Targets = Annotated[
     tuple[LoraTarget, ...],
     BeforeValidator(as_list, json_schema_input_type=LoraTarget | list[LoraTarget]),
@@ -326,33 +321,33 @@ _LORA = {"rank": 4, "alpha": 1.0, "targets": ("q", "k", "v", "out", "fc1", "fc2"
 
 class AdaptSettings(Settings):
     """Which weights of the language model are trained (docs/adapt.md). The head is always trained. The defaults for
-    `lora` come from Schmirler et al. 2024 (doi:10.1038/s41467-024-51844-2), who train with `optim.lr` 3e-4.
+    `lora` come from Schmirler et al. 2024 (doi:10.1038/s41467-024-51844-2), who used `optim.lr` 3e-4.
     """
 
     method: Literal["full", "lora", "head", "probe"] = "full"
-    """How training is done. `full` trains every weight. `lora` trains low-rank matrices that are added to the frozen
-    matrices of each layer (Hu et al. 2021, arXiv:2106.09685). `head` trains only the head. `probe` fits a linear head
-    with scikit-learn on the frozen model, without optimizer steps."""
+    """`full` trains every weight. `lora` trains low-rank matrices that are added to the frozen matrices of each layer
+    (Hu et al. 2021, arXiv:2106.09685). `head` trains only the head. `probe` fits a linear head with scikit-learn on the
+    frozen model, without optimizer steps."""
     freeze: Names = Field((), strict=False)
     """For method `full`: parts of the language model that are not trained, such as [embedding, layers.0-10]. Parts are
-    `embedding`, `norms`, `biases`, layers counted from 0, and `tracks` (in ESM3: geometric attention, and the table of
+    `embedding`, `norms`, `biases`, layers counted from 0, and `tracks` (ESM3: geometric attention and the embedding of
     structure tokens)."""
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
-    """The rank of the LoRA matrices; 4 by default. This key and the keys below are only for method `lora`."""
+    """For method `lora`: the rank of the LoRA matrices; 4 by default."""
     alpha: float | None = Field(None, gt=0, le=1e6, validate_default=True)
-    """The scale of LoRA: the product of the LoRA matrices is multiplied by alpha / rank. The default of alpha is 1."""
+    """For method `lora`: the product of the LoRA matrices is multiplied by alpha / rank. The default is 1."""
     targets: Targets | None = Field(None, strict=False, validate_default=True)
-    """The linear layers that get LoRA matrices: q, k, v, out, fc1, fc2; by default all six. `transformers` calls out,
-    fc1 and fc2 `dense`."""
+    """For method `lora`: the linear layers that get LoRA matrices: q, k, v, out, fc1, fc2; by default all six.
+    `transformers` calls out, fc1 and fc2 `dense`."""
     bias: Literal["none", "all"] | None = Field(None, validate_default=True)
-    """Which biases are trained. `all`, the default, trains every bias of the language model, also in LayerNorms."""
+    """For method `lora`: `all`, the default, also trains every bias of the language model; `none` trains no bias."""
 
     @field_validator("freeze")
     @classmethod
     def _parts(cls, freeze: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         method = info.data.get("method")
         if freeze and method not in ("full", None):
-            raise ValueError(f"is for adapt.method full, and the recipe has {method}; remove it, or change the method")
+            raise ValueError(f"is for adapt.method full, but the recipe has {method}; remove it, or change the method")
         for part in freeze:
             layers = re.fullmatch(r"layers\.([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
             if layers is None and part not in ("embedding", "norms", "biases", "tracks"):
@@ -365,7 +360,7 @@ class AdaptSettings(Settings):
 
     @property
     def lora(self) -> tuple[int, float, tuple[LoraTarget, ...]]:
-        """The keys `rank`, `alpha` and `targets` of this section. Only for method `lora`."""
+        """The values of `rank`, `alpha` and `targets`. Only for method `lora`."""
         assert self.rank is not None
         assert self.alpha is not None
         assert self.targets is not None
@@ -376,26 +371,26 @@ class AdaptSettings(Settings):
     def _of_lora(cls, value: Any, info: ValidationInfo) -> Any:
         method = info.data.get("method")
         if info.field_name == "targets" and value in ([], ()):
-            raise ValueError("names no layer; name some, or set adapt.method: head")
+            raise ValueError("has no layer; name a layer, or set adapt.method: head")
         if method == "lora":
             return _LORA[str(info.field_name)] if value is None else value
         if value is not None and method is not None:
-            raise ValueError(f"is for adapt.method lora, and the recipe has {method}; remove it, or change the method")
+            raise ValueError(f"is for adapt.method lora, but the recipe has {method}; remove it, or change the method")
         return value
 
 
 class BatchSettings(Settings):
-    """How many tokens or records one optimizer step has, and how many tokens a process computes at once."""
+    """The size of an optimizer step, and how many tokens a process computes at once."""
 
     global_tokens: int = Field(16384, ge=3, le=MOST_TOKENS)
     """The maximum number of tokens in one optimizer step, over all processes together. Nearly every step has about this
-    many tokens. A step has the same records for any number of processes."""
+    number of tokens. The records of a step do not depend on the number of processes."""
     sequences: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """The number of records in one optimizer step, which may be set instead of `global_tokens`. `global_tokens` then is
-    this number times the length in tokens of the longest training record."""
+    """The number of records in one optimizer step. Set this key or `global_tokens`. `global_tokens` then is this number
+    times the number of tokens in the longest training record."""
     tokens_per_rank: Annotated[int, Field(ge=3, le=MOST_TOKENS)] | Literal["auto"] = "auto"
-    """The maximum number of tokens that one process computes at once. If the share of a process in a step is larger, it
-    is divided into micro-batches, whose gradients are added. `auto` estimates the number that free memory allows."""
+    """The maximum number of tokens that one process computes at once. A process divides a larger share of a step into
+    micro-batches, and adds their gradients. `auto` chooses a number of tokens that fits into the free memory."""
 
     @field_validator("sequences")
     @classmethod
@@ -403,7 +398,7 @@ class BatchSettings(Settings):
         default = cls.model_fields["global_tokens"].default
         if sequences is not None and info.data.get("global_tokens", default) != default:
             raise ValueError(
-                f"is another way to say batch.global_tokens, which is {info.data['global_tokens']}; give one of the two"
+                f"and batch.global_tokens={info.data['global_tokens']} are two sizes of a step; remove one of them"
             )
         return sequences
 
@@ -412,23 +407,23 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class OptimSettings(Settings):
-    """The settings of the optimizer AdamW and of the learning rate."""
+    """The settings of the optimizer AdamW and the learning rate."""
 
     lr: float = Field(2.0e-5, gt=0, le=10)
     """The highest learning rate of the language model, after the warm-up."""
     head_lr: float = Field(2.0e-4, gt=0, le=10)
     """The highest learning rate of the head, after the warm-up."""
     betas: tuple[Decay, Decay] = Field((0.9, 0.98), strict=False)
-    """The decay rates of AdamW's running means of gradient and squared gradient. ESM-2 was trained with the default."""
+    """The decay rates of AdamW for the means of gradient and squared gradient. ESM-2 was trained with the default."""
     weight_decay: float = Field(0.01, ge=0, le=100)
     """The decoupled weight decay of AdamW. Biases, LayerNorms and embeddings have no weight decay."""
     warmup: float = Field(0.05, ge=0, le=1)
     """The share of all steps in which the learning rate rises from 0 to its peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. With `cosine` and `linear` the rate would be 0 one step after the
-    last step. With `constant` the rate does not fall."""
+    """How the learning rate falls after the warm-up. `cosine` and `linear` reach 0 one step after the last step. With
+    `constant` the rate does not fall."""
     clip: float = Field(1.0, gt=0, le=10**9)
-    """The maximum norm of the gradient of all trained weights. A larger gradient is scaled down to this norm."""
+    """The maximum norm of the gradient over all trained weights. A larger gradient is scaled down to this norm."""
 
 
 class TrainSettings(Settings):
@@ -444,73 +439,72 @@ class TrainSettings(Settings):
     def _or_steps(cls, epochs: float | None, info: ValidationInfo) -> float | None:
         steps = info.data.get("steps")
         if epochs is not None and steps is not None:
-            raise ValueError(f"is another way to say train.steps, which is {steps}; give one of the two")
+            raise ValueError(f"and train.steps={steps} are two lengths of the run; remove one of them")
         return epochs
 
     seed: int = Field(0, ge=0, lt=2**32)
-    """The random seed of new weights, of the order of records, of crops and of all other random choices in training."""
+    """The random seed for new weights, the order of records, crops and all other random choices in training."""
     eval_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | Literal["epoch"] = 50
     """The number of optimizer steps between two validations, or `epoch` for a validation after each epoch."""
     early_stop: int | None = Field(None, ge=1, le=MOST_STEPS)
-    """The run stops if this many validations in a row have not improved the headline metric. The result is the best
-    model. By default the run never stops early."""
+    """The run stops if this number of validations in a row do not improve the headline metric. The result is the best
+    model. By default, the run never stops early."""
 
 
 class ParallelSettings(Settings):
-    """How the work is divided over processes (docs/sharding.md). The keys change speed, memory, and rounding errors."""
+    """How to divide the work over processes (docs/sharding.md). These keys change speed, memory and rounding errors."""
 
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
-    """How weights are divided over processes. `full_shard` frees each layer's gathered weights after use (ZeRO 3).
-    `shard_grad_op` keeps gathered weights from the forward to the backward pass (ZeRO 2), with less traffic and more
-    memory. With `hybrid_shard` each group of processes divides its own copy. `no_shard` keeps a copy in every process
-    (DDP)."""
+    """How to divide weights over processes. `full_shard` gathers the weights of a layer before each use, and frees them
+    after it (ZeRO 3). `shard_grad_op` keeps gathered weights from the forward to the backward pass (ZeRO 2): less
+    traffic, more memory. `hybrid_shard` divides one copy over each group of processes. `no_shard` keeps a copy in every
+    process (DDP)."""
     group_size: int | None = Field(None, ge=2, le=MOST_PROCESSES)
-    """For strategy `hybrid_shard`, the number of processes that divide one copy of the weights; by default all of the
-    processes on a machine."""
+    """For strategy `hybrid_shard`: the number of processes that divide one copy of the weights; by default all of a
+    machine."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """The number N of neighbouring processes of a machine that compute each layer together. They divide the attention
-    heads and the columns of the feed-forward part, read the same records, and each hold 1/N of the layers' weights and
-    activations. The key `strategy` says how each of these N parts is divided over further processes."""
+    """The number N of neighbouring processes on a machine that compute each layer together (tensor parallelism). Each
+    process computes 1/N of the attention heads and feed-forward columns, for the same records, and stores 1/N of the
+    layers' weights and activations. The key `strategy` says how to divide each part over further processes."""
     context: int = Field(1, ge=1, le=MOST_PROCESSES)
-    """The number of neighbouring processes of a machine that divide the tokens of each micro-batch, also in attention.
-    This key is for proteins that are too long for one GPU. Only `strategy` divides the weights."""
+    """The number of neighbouring processes on a machine that divide the tokens of each micro-batch (context
+    parallelism), for proteins that are too long for one GPU. This key does not divide the weights."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """The precision of the arithmetic. Weights, optimizer state and gradient sums stay fp32. `auto` means bf16 on
+    """The precision of the arithmetic. Weights, optimizer state and gradient sums are always fp32. `auto` means bf16 on
     NVIDIA GPUs from compute capability 8.0 on, fp16 with a loss scale from 7.0 on, and fp32 otherwise."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
-    """The precision in which gradients are summed over processes. bf16 halves the traffic of the sum, but loses digits.
-    """
+    """The precision for the sum of gradients over processes. bf16 halves the traffic, but loses digits."""
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
-    """Which activations the layers keep for the backward pass. `none` keeps all. `full` keeps only the input of each
-    layer and computes the rest again: a third more work, far less memory. `selective` also keeps the outputs of matrix
-    products and attention: slightly more work than `none`, about two thirds of the memory."""
+    """Which activations stay in memory for the backward pass, while the others are computed again. `none` keeps all
+    activations. `full` keeps only the input of each layer: a third more work, far less memory. `selective` also keeps
+    the outputs of matrix products and attention: slightly more work than `none`, about two thirds of its memory."""
     cpu_offload: bool = False
-    """Keep weights, gradients and optimizer state in host memory, and copy each layer to the GPU when it is used."""
+    """Keep weights, gradients and optimizer state in CPU memory, and copy each layer to the GPU when it is used."""
     accumulate: Literal["sharded", "unsharded"] = "sharded"
-    """How the gradients of a step's micro-batches are added. `sharded` sums them over processes after each micro-batch.
-    `unsharded` keeps all gradients in every process and sums them once in a step: less traffic, more memory."""
+    """When to sum gradients over processes. `sharded` sums them after each micro-batch. `unsharded` keeps all gradients
+    in every process, and sums them once in each step: less traffic, more memory."""
     compile: bool = False
-    """Compile the layers of the model, once for all lengths of records. Compiling takes a minute at the start, and does
-    not make training on a CPU faster (docs/devices.md)."""
+    """Compile the layers of the model, once for records of all lengths. This takes a minute at the start, and does not
+    make training on a CPU faster (docs/devices.md)."""
     start_timeout: int = Field(1800, ge=1, le=MOST_SECONDS)
-    """How many seconds a process waits for other processes until the first step is done, as while weights are read."""
+    """How many seconds a process waits for other processes before the end of the first step, when weights are read."""
     step_timeout: int = Field(600, ge=1, le=MOST_SECONDS)
-    """How many seconds a process waits for other processes in later steps. After this time the run stops and names the
-    silent process."""
+    """How many seconds a process waits for other processes in later steps. Then the run stops with an error that names
+    the process."""
 
 
 class CheckpointSettings(Settings):
-    """The settings of the sharded checkpoints, from which a run can resume."""
+    """The settings of checkpoints, from which a run can resume."""
 
     every: int = Field(100, ge=1, le=MOST_STEPS)
     """The number of optimizer steps between two checkpoints. A checkpoint is always written after the last step."""
     keep: int = Field(3, ge=1, le=MOST_STEPS)
-    """The number of newest checkpoints that are kept. Older checkpoints are deleted."""
+    """How many of the newest checkpoints to keep. Older checkpoints are deleted."""
     keep_best: bool = False
-    """Save a checkpoint after each validation with the best result so far. The best model is the result of the run."""
+    """Save a checkpoint after each validation that is the best so far. The result of the run is the best model."""
     async_save: Literal["auto"] | bool = "auto"
-    """Write checkpoints in the background while training continues. This needs a copy in host memory: 12 bytes for each
-    trained parameter, over all processes together. `auto` writes in the background only with GPUs."""
+    """Write checkpoints in the background while training continues. This needs 12 bytes of CPU memory for each trained
+    parameter, over all processes together. `auto` means true with GPUs, and false without."""
 
 
 class Recipe(Settings):
@@ -522,8 +516,8 @@ class Recipe(Settings):
     """The task, its head and its options (docs/tasks.md)."""
     model: ModelSettings
     init: Literal["pretrained", "random"] = "pretrained"
-    """The weights at the start. `pretrained` reads the weights of `model.name`. `random` gives a model of the same
-    architecture random weights."""
+    """The weights at the start. `pretrained` reads the weights of `model.name`. `random` draws random weights for the
+    same architecture."""
     # The mypy plug-in is not worth a build dependency.
     adapt: AdaptSettings = Field(AdaptSettings(), validate_default=True)  # type: ignore[call-arg,call-overload]
     data: DataSettings
@@ -534,7 +528,7 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = CheckpointSettings()  # type: ignore[call-arg]
     track: Trackers = Field((), strict=False)
     """The programs that get the metrics of the run: `tensorboard` (files in `out`/tensorboard) or `wandb` (Weights &
-    Biases, configured by its environment variables). The metrics are also in metrics.jsonl. See docs/watching.md."""
+    Biases, with its environment variables). The metrics are always in metrics.jsonl, too. See docs/watching.md."""
     out: str
     """The directory of the run, relative to the working directory."""
 
@@ -542,9 +536,7 @@ class Recipe(Settings):
     @classmethod
     def _no_device(cls, out: str) -> str:
         if re.match(r"/(dev(?!/shm/.)|proc|sys)(/|$)", out):
-            raise ValueError(
-                f"{out} belongs to the system and is no place for a run; write out: runs/NAME, or another directory"
-            )
+            raise ValueError(f"{out} belongs to the operating system; write out: runs/NAME, or another directory")
         return out
 
     @field_validator("adapt")
@@ -554,8 +546,8 @@ class Recipe(Settings):
         if adapt.method == "full" and model is not None and model.quantize is not None:
             raise Clash(
                 "method",
-                f"full trains the weights that model.quantize={model.quantize} freezes; set adapt.method=lora, or pass "
-                "model.quantize=null",
+                f"full cannot train the weights that model.quantize={model.quantize} freezes; set adapt.method=lora "
+                "or model.quantize=null",
             )
         if adapt.method == "probe" and task is not None and (reason := task.no_probe()):
             raise Clash("method", reason)
@@ -566,7 +558,7 @@ class Recipe(Settings):
     def _fits_quantization(cls, parallel: ParallelSettings, info: ValidationInfo) -> ParallelSettings:
         model = info.data.get("model")
         if parallel.compile and model is not None and model.quantize is not None:
-            raise Clash("compile", "cannot compile the unpacking of model.quantize; pass parallel.compile=false")
+            raise Clash("compile", "does not work with model.quantize; pass parallel.compile=false")
         return parallel
 
     @field_validator("data")
@@ -576,10 +568,10 @@ class Recipe(Settings):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the result of the run is the checkpoint with the best validation."""
+        """Whether the result of the run is the model with the best validation, and not the last model."""
         return self.checkpoint.keep_best or self.train.early_stop is not None
 
     @property
     def divides_table(self) -> bool:
-        """Whether the table of variants is divided by the command, and not by the keys `data.folds` and `data.fold`."""
+        """Whether the command divides a table of variants, because the key `data.folds` is not set."""
         return self.task.reads_table and self.data.folds is None

@@ -1,11 +1,13 @@
-"""Reads the file of a sweep, a search for the best settings of a recipe. The file looks like this example.
+"""Functions that read and check the file of a sweep, a search for the best settings of a recipe.
+
+An example of the file:
 
     space:
       optim.lr: {low: 1.0e-5, high: 1.0e-3, log: true}
       adapt.rank: {choices: [4, 8, 16]}
 
-Errors in the file are reported as for a recipe. Before training, the recipe is checked with both ends of each range and
-with every choice. This module does not import torch.
+Before training, the recipe is checked with both ends of each range and with every choice. This module does not import
+torch.
 """
 
 import json
@@ -25,8 +27,8 @@ REFUSED = (
     *("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel"),
     "batch.tokens_per_rank",
 )
-"""The keys and sections of a recipe that cannot be searched. All trials have the same task, data and validations. Each
-trial has its own directory. The seed is not searched, since the best seed is only luck.
+"""The keys and sections of a recipe that cannot be searched. Otherwise trials could not be compared, or would share a
+directory. The seed is not searched, because the best seed is only luck.
 """
 
 MOST_CELLS = 10_000
@@ -36,26 +38,26 @@ Number = int | float
 
 
 class SearchSpace(Settings):
-    """The values of one recipe key that the search may try: `choices`, or all numbers from `low` to `high`."""
+    """The values that the search may try for one recipe key: `choices`, or all numbers from `low` to `high`."""
 
     low: Number | None = None
     """The lowest number that the search may try."""
     high: Number | None = None
     """The highest number that the search may try."""
     step: Number | None = Field(None, gt=0)
-    """The distance between neighbouring values, starting at `low`. The default for whole numbers is 1."""
+    """The distance between neighbouring values, from `low` on. For whole numbers, the default is 1."""
     log: bool = False
-    """Whether values are chosen evenly on a logarithmic scale, which suits learning rates."""
+    """Whether to choose values evenly on a logarithmic scale, as for learning rates."""
     choices: tuple[Any, ...] | None = Field(None, strict=False)
-    """A list of the values that the search may try, in the type of the key."""
+    """A list of values that the search may try."""
 
     @model_validator(mode="after")
     def _is_complete(self) -> "SearchSpace":
         if self.choices is not None:
             if others := [name for name in ("low", "high", "step", "log") if getattr(self, name)]:
-                raise Clash("choices", f"are the values themselves; remove {', '.join(others)}")
+                raise Clash("choices", f"cannot have a range, too; remove {', '.join(others)}")
             if len({json.dumps(choice, default=str) for choice in self.choices}) < max(2, len(self.choices)):
-                raise Clash("choices", "two different values or more are expected, each once")
+                raise Clash("choices", "two or more different values are expected")
         elif self.low is None or self.high is None or self.low >= self.high:
             raise Clash("low", "must be below high; write {low: 1.0e-5, high: 1.0e-3}, or {choices: [4, 8]}")
         elif self.log and (self.low <= 0 or self.step is not None):
@@ -85,38 +87,37 @@ class SearchSpace(Settings):
 
 
 class SweepSettings(Settings):
-    """The settings of a sweep, a search for the best settings of a recipe (docs/sweep.md)."""
+    """The settings of a sweep (docs/sweep.md)."""
 
     space: dict[str, SearchSpace] = Field(min_length=1)
-    """The recipe keys to search, such as `optim.lr`, and the values that may be tried for each key."""
+    """The recipe keys to search, such as `optim.lr`, with the values to try for each key."""
     sampler: Literal["tpe", "random", "grid"] = "tpe"
-    """How values are chosen. `tpe` chooses random values for 10 trials, and then values near the values of good trials
-    (Bergstra et al. 2011). `random` ignores earlier trials. `grid` tries every combination of values once."""
+    """How to choose values. `tpe` chooses random values in the first 10 trials, and then values near those of good
+    trials (Bergstra et al. 2011). `random` ignores earlier trials. `grid` tries every combination of values once."""
     seed: int = Field(0, ge=0, lt=2**32)
-    """The random seed for the choice of values. The seed of the training is in the recipe."""
+    """The random seed for the choice of values. The seed for training is in the recipe."""
     pruner: Literal["median", "none"] = "median"
-    """`median` stops a trial whose best validation so far is worse than the median of the other trials at the same
-    step. `none` trains every trial to its end."""
+    """Which trials to stop early. `median` stops a trial whose best validation is worse than the median of the other
+    trials at the same step. `none` stops no trial."""
     prune_after_trials: int = Field(5, ge=1, le=10**6)
-    """How many trials must be finished before the pruner may stop a trial."""
+    """How many trials must finish before the pruner may stop a trial."""
     prune_after_steps: int = Field(0, ge=0, le=10**8)
-    """The number of optimizer steps at the start of each trial in which the pruner never stops the trial."""
+    """The number of first optimizer steps in which the pruner does not stop a trial."""
     metric: Literal["headline", "loss"] = "headline"
-    """The validation value by which trials are compared: `headline` (the first metric of the task) or `loss`."""
+    """The validation result that compares trials: `headline` (the first metric of the task) or `loss`."""
     storage: str | None = None
-    """A database that several machines can share, such as `postgresql://HOST/NAME`. The default is a file in the
-    directory of the sweep, which the workers of one machine can share."""
+    """A database for workers on several machines, such as `postgresql://HOST/NAME`. The default is a file in the
+    directory of the sweep, for workers on one machine."""
 
     @property
     def cells(self) -> int:
-        """The number of combinations that a grid tries; 0 if a range has infinitely many values."""
+        """The number of combinations in a grid; 0 if a range has infinitely many values."""
         return math.prod(len(space.cells or ()) for space in self.space.values())
 
 
 def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
-    """Read the file of a sweep, and check the file together with a recipe and overrides of the recipe.
-
-    If a key of the recipe takes floats, the numbers of its range become floats.
+    """Read the file of a sweep, and check it together with a recipe and overrides. If a recipe key is a float, the
+    numbers of its range become floats.
 
     Raises:
         UsageError: with a sentence for each problem: `sweep.yaml:2:3: optim.lrr: unknown key; did you mean 'lr'?`.
@@ -129,9 +130,9 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
         if any(f"{key}.".startswith(f"{name}.") for name in REFUSED):
             tree.problems.append(f"{at} cannot be searched; set it in the recipe")
         if sweep.metric == "loss" and key.startswith("task."):
-            tree.problems.append(f"{at} may change what the loss is; search it with metric: headline")
+            tree.problems.append(f"{at} may change the formula of the loss; search it with metric: headline")
         if (typed := base.override_of(tuple(key.split(".")))) is not None:
-            tree.problems.append(f"{at} is searched, and {typed} sets it; remove one")
+            tree.problems.append(f"{at} is searched, and {typed} sets it; remove one of the two")
     if tree.problems:
         raise UsageError(*tree.problems)
     space = {key: _fitting(key, tree, sweep, base) for key in sweep.space}
@@ -140,7 +141,7 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
     sweep = sweep.model_copy(update={"space": space})
     if sweep.sampler == "grid" and not 0 < sweep.cells <= MOST_CELLS:
         raise UsageError(
-            f"{tree.where(('sampler',))}: sampler: a grid takes choices, or ranges with a step, and has at most "
+            f"{tree.where(('sampler',))}: sampler: a grid needs choices, or ranges with a step, and at most "
             f"{MOST_CELLS:,} combinations; use tpe"
         )
     return sweep
@@ -152,8 +153,8 @@ def override(key: str, value: Any) -> str:
 
 
 def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSpace:
-    """Return the search space of a key, with numbers in the type of the key. Check the recipe with each value in `ends`
-    of the key, together with the first value of every other key, and add the problems to `tree`.
+    """Return the search space of a key, with numbers in the type of the key. Check the recipe with each of the key's
+    `ends` and the first value of every other key. Add problems to `tree`.
     """
     space = sweep.space[key]
     for value in space.ends:
@@ -175,7 +176,7 @@ def _fitting(key: str, tree: Tree, sweep: SweepSettings, base: Tree) -> SearchSp
 
 
 def shown(values: Mapping[str, Any]) -> str:
-    """Format the values that a trial of a sweep sets as one line.
+    """Format the recipe keys and values of a trial as one line.
 
     >>> shown({"optim.lr": 0.00012345, "adapt.method": "lora"})
     'optim.lr=0.0001234 adapt.method=lora'

@@ -1,7 +1,7 @@
-"""Reads a YAML file, such as a recipe or a site profile, into typed settings. This module does not import torch.
+"""Functions that read a YAML file, such as a recipe or a site profile, into typed settings, without torch.
 
-Unknown keys and wrong types are refused. All problems of a file are reported at once, each with its line and column, or
-with the override that caused the problem.
+All problems of a file, such as unknown keys and wrong types, are reported together. Each problem has its line and
+column, or the override that caused it.
 """
 
 import difflib
@@ -24,7 +24,7 @@ M = TypeVar("M", bound=BaseModel)
 
 @dataclass
 class Tree:
-    """The content of a YAML file after overrides, the position of each key in the file, and problems found so far."""
+    """The content of a YAML file after overrides, with the position of each key, and the problems of the file."""
 
     node: CommentedMap
     file: str
@@ -32,12 +32,12 @@ class Tree:
     problems: list[str] = field(default_factory=list)
 
     def override_of(self, keys: tuple[str, ...]) -> str | None:
-        """Return the override that set this key, or else the innermost section around the key; or None."""
+        """Return the override that set this key, or the section that contains the key; None if there is no override."""
         sections = (keys[:depth] for depth in range(len(keys), 0, -1))
         return next((self.overrides[section] for section in sections if section in self.overrides), None)
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
-        """Return the override that set a key, or else the position of the key in the file, such as `my.yaml:4:3`."""
+        """Return the override that set a key, or else the position of the key, such as `my.yaml:4:3` (line, column)."""
         if (typed := self.override_of(keys)) is not None:
             return typed
         line, column = 0, 0
@@ -47,15 +47,15 @@ class Tree:
                 line, column = node.lc.item(int(key))
             if not isinstance(node, CommentedMap) or key not in node:
                 break
-            if key in (node.lc.data or {}):  # a key from an override is not in the file
-                # YAML puts an empty value on the next line.
+            if key in (node.lc.data or {}):  # a key of an override is not in the file
+                # The position of an empty value is in the next line, so take the position of the key.
                 is_value = on_value and key == keys[-1] and node[key] is not None
                 line, column = node.lc.value(key) if is_value else node.lc.key(key)
             node = node[key]
         return f"{self.file}:{line + 1}:{column + 1}"
 
     def override(self, text: str) -> None:
-        """Apply an override, such as `optim.lr=1e-4`. If it cannot be applied, add a sentence to `problems`."""
+        """Apply an override such as `optim.lr=1e-4`. Add a sentence to `problems` if the override is wrong."""
         dotted, equals, raw = text.partition("=")
         keys = tuple(dotted.strip().split("."))
         if not equals or not all(keys):
@@ -71,19 +71,19 @@ class Tree:
         self.put(keys, value, text)
 
     def put(self, keys: tuple[str, ...], value: Any, where: str) -> None:
-        """Set a key of the tree to a value. Messages about this key begin with the text `where`."""
+        """Set a key to a value. Messages about this key begin with the text `where`."""
         self.overrides[keys] = where
         node: Any = self.node
         for key in keys[:-1]:
             node = node.setdefault(key, CommentedMap())
             if not isinstance(node, dict):
-                self.problems.append(f"{where}: {key} has no keys of its own")
+                self.problems.append(f"{where}: {key} is no section; remove the keys after {key}")
                 return
         node[keys[-1]] = value
 
     def checked(self, root: type[M], named: Mapping[str, type[BaseModel]] | None = None) -> M:
-        """Validate the content of the file, and return settings of class `root`. `named` maps values of a key `name` to
-        the settings class that the value selects, such as the class of a task.
+        """Check the content of the file, and return settings of class `root`. `named` has the settings class for each
+        value of a key `name`, such as the class of each task.
 
         Raises:
             UsageError: with a sentence for each problem: `my.yaml:4:3: optim.lrr: unknown key; did you mean 'lr'?`.
@@ -92,7 +92,7 @@ class Tree:
             settings = root.model_validate(_plain(self.node))
         except ValidationError as error:
             messages: dict[str, list[str]] = {}
-            for problem in error.errors():  # pydantic reports an error for each type that a key may have
+            for problem in error.errors():  # pydantic reports several errors if a key may have several types
                 place, message = self._described(problem, root, named or {})
                 messages.setdefault(place, []).append(message)
             self.problems += [f"{place}: {' or '.join(dict.fromkeys(texts))}" for place, texts in messages.items()]
@@ -103,15 +103,15 @@ class Tree:
     def _described(
         self, error: ErrorDetails, root: type[BaseModel], named: Mapping[str, type[BaseModel]]
     ) -> tuple[str, str]:
-        """Return two texts for an error of pydantic: the position with the key, and the message."""
+        """Return the position with the key, and the message, for an error of pydantic."""
         loc, absent = list(error["loc"]), error["type"] in ("missing", "extra_forbidden")
         if (clash := error.get("ctx", {}).get("error")) is not None and isinstance(clash, Clash):
             loc.append(clash.key)
         keys: list[str] = []
         node: Any = self.node
-        for part in loc:  # the location from pydantic also has names that are not in the file
+        for part in loc:  # pydantic also puts names that are not in the file into a location
             is_item = isinstance(node, list) and isinstance(part, int)
-            has_default = isinstance(clash, Clash) and part not in named  # such a key or section is not in the file
+            has_default = isinstance(clash, Clash) and part not in named  # such a key need not be in the file
             if isinstance(node, dict) and part in node:
                 node = node[part]
                 keys.append(str(part))
@@ -127,7 +127,7 @@ class Tree:
 
 
 def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str, type[BaseModel]]) -> list[str]:
-    """Return the keys that the section at `loc`, the location of an error of pydantic, may have."""
+    """Return the keys that are allowed in the section at `loc`, the location of an error of pydantic."""
     kind: Any = root
     for part in loc:
         if get_origin(kind) is dict:  # the user chooses these keys
@@ -140,14 +140,14 @@ def _keys_of(root: type[BaseModel], loc: Sequence[int | str], named: Mapping[str
 
 
 def read(path: Path, called: str, root: type[BaseModel]) -> Tree:
-    """Read a YAML file whose keys are the fields of `root`. `called` names the file in messages, such as `a recipe`.
+    """Read a YAML file whose keys are the fields of `root`. Messages call the file `called`, such as `a recipe`.
 
     Raises:
-        UsageError: the file cannot be read, is not YAML, or is not a mapping.
+        UsageError: if the file cannot be read, or is not a YAML mapping.
     """
     try:
         node = parse_yaml(path.read_text(encoding="utf-8"))
-    except MarkedYAMLError as error:  # also for a key that is given twice
+    except MarkedYAMLError as error:  # also if a key occurs twice
         mark = error.problem_mark
         raise UsageError(f"{path}:{mark.line + 1}:{mark.column + 1}: not YAML: {error.problem}") from None
     except (OSError, ValueError, YAMLError) as error:
@@ -163,25 +163,25 @@ def parse_yaml(text: str) -> Any:
     """Parse a YAML text with the library `ruamel.yaml`, which keeps comments and positions.
 
     Raises:
-        YAMLError: the text is not YAML.
-        ValueError: the text has an impossible value, such as a date in a 13th month.
+        YAMLError: if the text is not YAML.
+        ValueError: if a value is impossible, such as a date in a 13th month.
     """
     try:
         return YAML().load(text)
     except (YAMLError, ValueError):
         raise
-    except Exception as error:  # Tags such as !!omap on a value that does not fit may raise any exception.
-        raise ValueError(f"a tag does not fit its value ({type(error).__name__}: {error})") from None
+    except Exception as error:  # Tags such as !!omap with a wrong value may raise any exception.
+        raise ValueError(f"a YAML tag does not fit its value ({type(error).__name__}: {error})") from None
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return the end of a message about an unknown word, with the most similar known word; or an empty text."""
+    """Return a text with the known word that is most similar to an unknown word; empty if no word is similar."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 
 
 def _plain(node: Any) -> Any:
-    """Convert YAML containers and scalars to plain Python types, since strict validation needs exact types."""
+    """Convert YAML containers and scalars to plain Python types, because strict validation needs exact types."""
     if isinstance(node, dict):
         return {str(k): _plain(v) for k, v in node.items()}
     if isinstance(node, list):

@@ -1,4 +1,4 @@
-"""The charts of a report, which are pictures inside the page, and pictures of contact maps."""
+"""Draw the charts of a report, which are part of the page, and pictures of contact maps."""
 
 import base64
 import csv
@@ -30,15 +30,15 @@ STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "
 POINTS = 400
 """The maximum number of points of a curve. A chart is too narrow for more points."""
 RASTER = 1500
-"""The maximum number of dots that are drawn as SVG, a hundred bytes for each dot. More dots become pixels."""
+"""The maximum number of dots that are drawn as SVG, which needs 100 bytes for each dot. More dots become pixels."""
 BLOCK = 100
 """The maximum number of positions in one block of a substitution map."""
 LONGEST_MAP = 512
-"""The maximum length in residues of a protein whose contact map is drawn for a report. Larger maps are unreadable."""
+"""The maximum length, in residues, of proteins whose contact maps are drawn. Larger maps are unreadable."""
 
 
 def data_uri(picture: bytes, kind: str) -> str:
-    """Return a picture as the data URI of an `<img>` element. Such a picture loads nothing and runs no scripts."""
+    """Return a picture as a data URI for an `<img>` element. Pictures in `<img>` load nothing and run no scripts."""
     return f"data:image/{kind};base64,{base64.b64encode(picture).decode()}"
 
 
@@ -69,16 +69,11 @@ def curves(
     from_zero: bool = False,
     x_name: str = "optimizer step",
 ) -> None:
-    """Draw one or two lines of values over optimizer steps. If there are more than `POINTS` values, draw means of
-    neighbouring values, and a band with their range, so that a spike stays visible.
+    """Draw one or two lines of values over optimizer steps. For more than `POINTS` values, draw means of neighbouring
+    values, and a band from their minimum to their maximum, so that a spike stays visible.
 
-    Args:
-        axes: empty axes.
-        name: the label of the y axis.
-        lines: the steps and values of each line by label; training first, validation second.
-        star: step and value of a point that gets a star.
-        from_zero: begin the y axis at 0, so that heights can be compared.
-        x_name: the label of the x axis.
+    `lines` has the steps and values of each line by label. `star` is the step and value of a point that gets a star.
+    With `from_zero`, the y axis begins at 0. `name` and `x_name` are the labels of the axes.
     """
     for colour, (label, (step, value)) in zip((BLUE, ORANGE), lines.items(), strict=False):
         x, y = step[np.isfinite(value)], value[np.isfinite(value)]
@@ -100,7 +95,7 @@ def curves(
 
 
 def dots(axes: Any, x_N: Values, y_N: Values, x_name: str, y_name: str, *, same_unit: bool = False) -> None:
-    """Draw one dot for each of N pairs of values. With `same_unit`, also draw the line where both values are equal."""
+    """Draw a dot for each of N pairs of values. With `same_unit`, also draw the line on which both values are equal."""
     shade = float(np.clip(300 / max(len(x_N), 1), 0.12, 0.6))
     axes.scatter(x_N, y_N, s=10, color=BLUE, alpha=shade, linewidths=0, rasterized=len(x_N) > RASTER)
     if same_unit:
@@ -111,7 +106,7 @@ def dots(axes: Any, x_N: Values, y_N: Values, x_name: str, y_name: str, *, same_
 
 
 def intervals(axes: Any, rows: Mapping[str, Interval], main: str, name: str) -> None:
-    """Draw the value and the 95% interval of each method, in a row for each method with a defined value."""
+    """Draw a row with the value and the 95% interval of each method. Methods without a finite value get no row."""
     names = [method for method, of_method in rows.items() if np.isfinite(of_method.value)]
     for place, method in enumerate(reversed(names)):
         of_method, colour = rows[method], BLUE if method == main else GREY
@@ -123,7 +118,7 @@ def intervals(axes: Any, rows: Mapping[str, Interval], main: str, name: str) -> 
 
 
 def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequence[str] = ()) -> None:
-    """Draw observed and predicted values of L residues as lines. NaN leaves a gap. Class numbers are drawn as steps."""
+    """Draw observed and predicted values of L residues as lines, or class numbers as steps. NaN leaves a gap."""
     position_L = np.arange(1, len(observed_L) + 1)
     how = "steps-mid" if classes else "default"
     axes.plot(position_L, observed_L, color=GREY, linewidth=2.2, label="observed", drawstyle=how)
@@ -136,14 +131,14 @@ def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequenc
 
 
 def reliability(axes: Any, count: Values, confidence: Values, accuracy: Values) -> None:
-    """Draw the share of predictions that came true by predicted probability. Larger dots have more predictions."""
+    """Draw the share of predictions that came true over the predicted probability. Large dots mean many predictions."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     axes.scatter(confidence, accuracy, s=14 + 70 * count / count.max(initial=1), color=BLUE, alpha=0.8, linewidths=0)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="share that came true")
 
 
 def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
-    """Draw a confusion matrix: true classes as rows, predicted classes as columns, shares of a row as colours."""
+    """Draw a confusion matrix. Rows are true classes, columns predicted classes, and colours the shares of a row."""
     total_C = counts_CC.sum(axis=1, keepdims=True)
     share_CC = np.divide(counts_CC, total_C, out=np.zeros_like(counts_CC), where=total_C > 0)
     axes.grid(visible=False)
@@ -161,8 +156,8 @@ def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
 
 
 def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mapping[int, Interval]]) -> None:
-    """Draw Spearman by the number of training variants, with a line for each method and 95% intervals."""
-    apart = 0.012 * (max(sizes) - min(sizes))  # Intervals of two methods must not overlap.
+    """Draw Spearman over the number of training variants: a line with 95% intervals for each method."""
+    apart = 0.012 * (max(sizes) - min(sizes))  # moves methods sideways, so that their intervals do not overlap
     for n, (method, points) in enumerate(methods.items()):
         defined = {size: point for size, point in sorted(points.items()) if np.isfinite(point.value)}
         if not defined:
@@ -181,12 +176,13 @@ def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mappin
 def heat_map(
     value_AP: Values, first: int, wild_P: npt.NDArray[np.int64], letters: str, limits: tuple[float, float], label: str
 ) -> str:
-    """Return a substitution map as a data URI: a row for each letter, and blocks of positions below each other.
+    """Return a substitution map as a data URI. Letters are rows, positions are columns, and a long protein is divided
+    into blocks, one below the other.
 
     Args:
         value_AP: the value of each letter at each position; NaN for a missing value.
         first: the number of the first position.
-        wild_P: the index of the wild type's letter, which gets a dot; -1 for an unknown letter.
+        wild_P: the index of the wild type's letter at each position, which gets a dot; -1 if unknown.
         letters: the A letters.
         limits: the values at the ends of the colour scale.
         label: the label of the colour scale.
@@ -208,10 +204,10 @@ def heat_map(
             )
             known = wild_P[part] >= 0
             axes.plot(np.arange(begin, end)[known], wild_P[part][known], "k.", markersize=3)
-            axes.set_xlim(begin - 0.5, begin + max(width, BLOCK // 3) - 0.5)  # Few positions must not get giant cells.
+            axes.set_xlim(begin - 0.5, begin + max(width, BLOCK // 3) - 0.5)  # limits the width of a cell
             axes.set_yticks(range(len(letters)), list(letters))
             axes.grid(visible=False)
-            axes.set_facecolor("0.8")  # This grey means a substitution without a value.
+            axes.set_facecolor("0.8")  # The grey is visible where a substitution has no value.
             axes.tick_params(length=0, labelsize=6.5)
         bar = figure.colorbar(image, ax=blocks, extend="both", pad=0.01, fraction=0.02, label=_short(label))
         bar.solids.set_rasterized(True)
@@ -227,14 +223,14 @@ def _short(text: str, most: int = 50) -> str:
 
 
 def contact_figures(run: Path, data: Examples, device: str | None = None) -> list[Path]:
-    """Draw the predicted and true contacts of the test proteins with the best, the median and the worst long-range P@L
-    among proteins of up to `LONGEST_MAP` residues. Return the files, such as `figures/contacts_best_ID.png`.
+    """Draw predicted and true contacts for three test proteins: those with the best, median and worst long-range P@L,
+    among proteins with up to `LONGEST_MAP` residues. Return the files, such as `figures/contacts_best_ID.png`.
     """
     with open(run / "per_protein.csv", encoding="utf-8", newline="") as file:
         scored = [row for row in csv.DictReader(file) if row["long P@L"] and int(row["length"]) <= LONGEST_MAP]
     ranked = sorted((float(row["long P@L"]), row["id"], int(row["length"])) for row in scored)
     if not ranked:
-        raise InputError(f"{run}: no protein of up to {LONGEST_MAP} residues has a long P@L")
+        raise InputError(f"{run}: no test protein with up to {LONGEST_MAP} residues has a long-range P@L")
     (run / "figures").mkdir(exist_ok=True)
     model, places = load_finetuned(str(run / "model"), device), {data.id(n): n for n in range(len(data))}
     chosen = {"best": ranked[-1], "median": ranked[len(ranked) // 2], "worst": ranked[0]}
@@ -248,7 +244,7 @@ def contact_figures(run: Path, data: Examples, device: str | None = None) -> lis
 
 
 def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
-    """Write the picture `ID.png` of each record into a folder; see `contact_map`."""
+    """Write a picture `ID.png` of each record into a folder; see `contact_map`."""
     with pictures.collected(folder) as add, Progress("draw", len(data)) as progress:
         for n in range(len(data)):
             example = data.get(n)
@@ -257,7 +253,7 @@ def draw_maps(model: FineTuned, data: Examples, folder: Path) -> None:
 
 
 def contact_map(model: FineTuned, example: Example, note: str = "") -> bytes:
-    """Return a PNG picture of the predicted and the true contacts of one protein, with the second title line `note`."""
+    """Return a PNG picture of one protein's predicted and true contacts. `note` is the second line of its title."""
     inputs, residues = model.task.inputs(example), example.tokens[1:-1]
     probability_LL = model.task.predict(model.model.outputs([inputs])[0])
     maps = [of_residues(model.task, map_LL, residues) for map_LL in (probability_LL, inputs.target)]

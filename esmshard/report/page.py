@@ -1,7 +1,7 @@
-"""The page of the command `esmshard report RUN`: one HTML file on a run, which needs no network, script or server.
+"""Write the page of `esmshard report RUN`: one HTML file about a run, which needs no network, script or server.
 
 The function `run_page`, `variants_page` or `sweep_page` makes a dictionary from the files of a run. A template in the
-folder `templates` makes a page from the dictionary. The texts are in the templates. Every number comes from the files.
+folder `templates`, which has the texts, makes a page from this dictionary.
 """
 
 import csv
@@ -47,15 +47,11 @@ MOST_TRIALS = 50
 
 
 def report(run: Path, out: Path | None = None) -> Path:
-    """Write a page about a run, which may be done, running, preempted or failed. The page is written in one step, so a
-    reader never finds half of it.
+    """Write a page about a run, which may be done, running, preempted or failed. Return the path of the page.
 
     Args:
-        run: the directory of the run, of a cross-validated run of variants, or of a sweep.
+        run: the directory of a run, of a cross-validated run of variants, or of a sweep.
         out: the file to write; by default `report.html` in the directory of the run. An existing file is replaced.
-
-    Returns:
-        The path of the page.
 
     Raises:
         InputError: there is no run, a file of the run is damaged, matplotlib is missing, or `out` cannot be written.
@@ -68,8 +64,8 @@ def report(run: Path, out: Path | None = None) -> Path:
     known = {f"{run.absolute().parent}/", f"{run.resolve().parent}/"}
 
     def shared(value: Any) -> Any:
-        """Return a text in which each path is shortened to its last part, since users share pages. Known directories
-        are removed first, because they may contain blanks.
+        """Shorten each path in a text to its last part, because users share pages. Remove known directories first,
+        because their names may contain blanks.
         """
         if type(value) is not str:
             return value
@@ -103,7 +99,7 @@ def report(run: Path, out: Path | None = None) -> Path:
 
 
 def _directories(node: Any) -> Iterator[str]:
-    """Yield the parent directory of each value of a page that is an absolute path."""
+    """Yield the parent directory of each absolute path among the values of a page."""
     node = node.model_dump() if isinstance(node, Recipe) else node
     if isinstance(node, str) and node.startswith("/") and ": " not in node:
         yield f"{Path(node).parent}/"
@@ -113,13 +109,13 @@ def _directories(node: Any) -> Iterator[str]:
 
 
 def run_page(run: Path) -> dict[str, Any]:
-    """Return the values for the template `run.html.jinja` from the files of one run, which may be unfinished."""
+    """Return the values for the template `run.html.jinja`. The run may be unfinished."""
     known = ("recipe.yaml", "status.json", METRICS, "evaluation.json")
     if not any((run / name).is_file() for name in known):
-        raise InputError(f"{run}: holds no run ({', '.join(known)} are missing); give the directory of a run")
+        raise InputError(f"{run}: contains no run ({', '.join(known)} are missing); give the directory of a run")
     recipe = recipe_file.load(run / "recipe.yaml") if (run / "recipe.yaml").is_file() else None
     versions, tested = _json(run / "versions.json"), _evaluation(run / "evaluation.json")
-    # Entries that are dictionaries have a value for each rank. In a long run they would take gigabytes of memory.
+    # Entries that are dictionaries have a value for each rank. In a long run they would need gigabytes of memory.
     lines = [{key: value for key, value in line.items() if not isinstance(value, dict)} for line in metrics_of(run)]
     steps, valid = [line for line in lines if is_step(line)], [line for line in lines if line.get("split") == "valid"]
     headline = next((key for line in valid for key in line if key not in ("step", "split", "loss", "time")), "")
@@ -152,7 +148,7 @@ def run_page(run: Path) -> dict[str, Any]:
 
 
 def _evaluation(path: Path) -> dict[str, Any] | None:
-    """Return the values of the file `evaluation.json`, and the best baseline; None if the file does not exist."""
+    """Return the values of `evaluation.json`, and the best baseline; None if the file does not exist."""
     raw = _json(path)
     if not raw:
         return None
@@ -184,7 +180,7 @@ def _curves(
     headline: str,
     best: tuple[float, int] | None,
 ) -> dict[str, str]:
-    """Return charts of losses, metrics, speed and memory during a training, by the names of the values."""
+    """Return charts of losses, metrics, speed and memory over the steps, by the name of the value."""
     step_S, step_V = _column(steps, "step"), _column(valid, "step")
     lines = {"loss": {"training": (step_S, _column(steps, "loss")), "validation": (step_V, _column(valid, "loss"))}}
     if headline:
@@ -206,7 +202,7 @@ def _curves(
 
 
 def _results(run: Path, tested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return charts of the predictions of a tested model. The task decides which charts there are."""
+    """Return the charts of a tested model's predictions. Missing values of a task give no chart."""
     proteins: dict[str, Values] = {}
     if (run / "per_protein.csv").is_file():
         head, *body = _rows(run / "per_protein.csv")
@@ -258,7 +254,7 @@ def _results(run: Path, tested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measured(pairs: Mapping[str, tuple[Values, ...]]) -> list[tuple[str, str, int]]:
-    """Return charts of predicted against measured values, each with its name and the number of values."""
+    """Return charts of predicted against measured values, each with its target and the number of values."""
     drawn = []
     for name, (measured_N, predicted_N) in [*pairs.items()][:MOST_TARGETS]:
         known = np.isfinite(measured_N) & np.isfinite(predicted_N)
@@ -270,7 +266,7 @@ def _measured(pairs: Mapping[str, tuple[Values, ...]]) -> list[tuple[str, str, i
 
 
 def variants_page(run: Path) -> dict[str, Any]:
-    """Return the values for the template `variants.html.jinja` from the files of a cross-validated run of variants."""
+    """Return the values for the template `variants.html.jinja`, for a cross-validated run of variants."""
     summary = _json(run / SUMMARY)
     joint, folds = summary["joint"], summary["folds"]
     metrics, gains = intervals(joint["metrics"]), intervals(joint["differences"])
@@ -306,23 +302,22 @@ def variants_page(run: Path) -> dict[str, Any]:
         "maps": _maps(targets, mutations, measured_NT, ranked),
         "curve": _learning_curve(run / CURVE),
         "ranked": ranked,
-        "most": BEST,
         "better": better_baseline(summary),
         "run": shlex.quote(run.resolve().name),
         "recipe_text": _recipe_text(summary["recipe_yaml"]),
-        # The recipe of a run names one fold; `data.folds=null` removes it.
+        # The recipe of a run selects one fold. These options select all folds again.
         "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, "data.folds=null", "data.fold=0", *options),
     }
 
 
 def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
-    """Read the variants with a prediction from `variants.csv`. Return the names of the targets (empty for one target),
-    and the mutations, measured values, predicted values and fold of each variant.
+    """Read the variants that have a prediction from `variants.csv`. Return the names of the targets (empty for a single
+    target), and the mutations, measured values, predicted values and fold of each variant.
     """
     rows = rows_of_run(run)
     targets = [name.removeprefix("predicted ") for name in rows[0] if name.startswith("predicted ")] if rows else []
     of = [f" {name}" for name in targets] or [""]
-    # If a variant has several rows, these rows have the same values.
+    # All rows of a variant have the same values.
     once = {row["variant"]: row for row in rows if any(row[f"predicted{name}"] for name in of)}
     measured_NT, predicted_NT = (
         np.array([[number(row[f"{what}{name}"]) for name in of] for row in once.values()]).reshape(-1, len(of))
@@ -333,7 +328,7 @@ def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Valu
 
 
 def _ranked(path: Path) -> dict[str, Any] | None:
-    """Read all single substitutions and their predictions from `ranked.csv`, and its first `BEST` rows as a table."""
+    """Read single substitutions and their predictions from `ranked.csv`. Make a table of the first `BEST` rows."""
     if not path.is_file():
         return None
     head, *body = _rows(path)
@@ -358,8 +353,8 @@ def _maps(
     measured_NT: Values,
     ranked: Mapping[str, Any] | None,
 ) -> dict[str, Any] | None:
-    """Return maps of the measured and predicted values of single substitutions, with one colour scale for each target.
-    A map has only the measured region of the protein, since predictions far from this region are unreliable.
+    """Return maps of measured and predicted values for single substitutions, with one colour scale for each target.
+    A map shows only the measured region of the protein, because predictions far from this region are unreliable.
     """
     measured = [mutation for variant in mutations for mutation in variant]
     every = measured + (ranked["mutations"] if ranked else [])
@@ -385,7 +380,7 @@ def _maps(
 
 
 def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first: int, last: int) -> Values:
-    """Return the values of single substitutions as an array [letters, positions]; NaN for missing values."""
+    """Arrange the values of single substitutions in an array [letters, positions]. Missing values are NaN."""
     grid_AP = np.full((len(LETTERS), last - first + 1), np.nan)
     for mutation, value in zip(mutations, values, strict=True):
         if first <= mutation.position <= last and mutation.mutant in LETTERS:
@@ -394,7 +389,7 @@ def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first
 
 
 def _learning_curve(path: Path) -> dict[str, Any] | None:
-    """Return the values and a chart of `learning_curve.json`: each method's Spearman by number of training variants."""
+    """Return the values of `learning_curve.json` and a chart: Spearman over the number of training variants."""
     raw = _json(path)
     if not raw:
         return None
@@ -409,11 +404,11 @@ def _learning_curve(path: Path) -> dict[str, Any] | None:
 
 
 def sweep_page(out: Path) -> dict[str, Any]:
-    """Return the values for the template `sweep.html.jinja` from the files of a sweep, which may be unfinished."""
+    """Return the values for the template `sweep.html.jinja`. The sweep may be unfinished."""
     sweep = _json(out / SWEEP)
     tested_run = out / (sweep["best_run"] or "")
     summary = _json(tested_run / SUMMARY)
-    tested = summary or _json(tested_run / "evaluation.json")  # The first is of several seeds, the second of one seed.
+    tested = summary or _json(tested_run / "evaluation.json")  # A run with one seed has no summary.
     keys, trials, lower = list(sweep["sweep"]["space"]), sweep["trials"], sweep["lower_is_better"]
     order = {"complete": 0, "running": 1, "pruned": 2, "failed": 3}
 
@@ -451,7 +446,6 @@ def sweep_page(out: Path) -> dict[str, Any]:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; an empty dictionary if the file does not exist."""
     return read_json(path) if path.is_file() else {}
 
 
@@ -469,7 +463,7 @@ def _numbers(lists: Mapping[str, Sequence[Any]], *keys: str) -> tuple[Values, ..
 
 
 def _recipe_text(text: str) -> str:
-    """Shorten each absolute path in the text of a recipe to its last part. A path may contain blanks."""
+    """Shorten each absolute path in a recipe to its last part. A path may contain blanks."""
     return re.sub(r"""(?m)^(\s*(?:[\w.-]+:|-) ['"]?)/.*/""", r"\1", text)
 
 
@@ -481,11 +475,7 @@ def _command(run: Path, recipe: str, processes: int, *options: str) -> str:
 
 
 def number(value: object) -> float:
-    """Return a value of a JSON or CSV file as a number; NaN for a value that is no number.
-
-    >>> number(2), number("0.5"), number(None), number("x")
-    (2.0, 0.5, nan, nan)
-    """
+    """Convert a value of a JSON or CSV file to a number; to NaN if this is impossible."""
     try:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
@@ -493,17 +483,17 @@ def number(value: object) -> float:
 
 
 def intervals(row: Mapping[str, Mapping[str, Any]]) -> dict[str, Interval]:
-    """Return `Interval` objects from dictionaries with `value`, `low` and `high`, each a number or null."""
+    """Convert dictionaries with `value`, `low` and `high`, each a number or null, to `Interval` objects."""
     return {name: Interval(*(number(raw[key]) for key in ("value", "low", "high"))) for name, raw in row.items()}
 
 
 def _mean(spread: Mapping[str, Any]) -> Interval:
-    """Return the mean over several runs, with its interval, from the entries `mean`, `low` and `high`."""
+    """Convert a dictionary with `mean`, `low` and `high` over several runs to an `Interval`."""
     return Interval(*(number(spread[key]) for key in ("mean", "low", "high")))
 
 
 def number_text(value: float, sign: str = "") -> str:
-    """Format a number with three decimals, or with four digits if it is very small or is 100 or larger.
+    """Format a number with three decimals; below 0.001 and from 100 on with four significant digits.
 
     >>> number_text(0.0941), number_text(0.0941, "+"), number_text(1234.56), number_text(2e-7), number_text(math.nan)
     ('0.094', '+0.094', '1235', '2e-07', 'undefined')
@@ -514,23 +504,19 @@ def number_text(value: float, sign: str = "") -> str:
 
 
 def unit_text(value: float) -> str:
-    """Format a value of any unit with four digits. A missing value (NaN) becomes `-`."""
+    """Format a value with four significant digits. A missing value (NaN) becomes `-`."""
     return f"{value:.4g}" if math.isfinite(value) else "-"
 
 
 def range_text(interval: Interval) -> str:
-    """Format the two ends of an interval, without its value.
-
-    >>> range_text(Interval(0.1, 0.08, 0.125))
-    '[0.080, 0.125]'
-    """
+    """Format the two ends of an interval, such as `[0.080, 0.125]`."""
     if not math.isfinite(interval.low) or not math.isfinite(interval.high):
         return "no interval"
     return f"[{number_text(interval.low)}, {number_text(interval.high)}]"
 
 
 def cell(interval: Interval | None, sign: str = "") -> str:
-    r"""Format a value, and its interval on a second line. With `sign`, a star marks an interval that excludes 0.
+    r"""Format a value, and its interval on a second line. With `sign`, a star marks an interval without 0.
 
     >>> cell(Interval(0.056, 0.046, 0.067)), cell(Interval(0.056, 0.046, 0.067), "+"), cell(None)
     ('0.056\n[0.046, 0.067]', '+0.056*\n[0.046, 0.067]', '-')

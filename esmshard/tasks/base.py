@@ -87,7 +87,7 @@ class Task(ABC):
         return None
 
     def learn(self, train: Examples) -> Self:
-        """Return a copy of this task with facts about the training labels. `InputError` if the labels are useless."""
+        """Return a copy of this task with facts about the training labels. Raises `InputError` for unusable labels."""
         return self
 
     @abstractmethod
@@ -136,11 +136,13 @@ class Task(ABC):
         return output
 
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Return each record's unit number for the bootstrap, int64 [N], or None for single records, and the noun."""
+        """Return the units that the bootstrap resamples: each record's unit number, int64 [N], or None for single
+        records. Also return a noun for a unit, such as `record`.
+        """
         return data.blocks(), "record"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return each record's group name, '' for none, or an empty list. An evaluation also scores each group."""
+        """Return each record's group name ('' if it has none), or an empty list. Evaluations also score each group."""
         return []
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
@@ -152,13 +154,15 @@ class Task(ABC):
         return
 
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
-        """Fit baselines with `base`, the model before training. Return arrays by name, which later are `known`."""
+        """Fit baselines to training examples. Return the fitted arrays by name. `base` is the model before training."""
         return {}
 
     def baseline_outputs(
         self, examples: Sequence[Example], known: Mapping[str, npt.NDArray[Any]], base: FineTuner | None
     ) -> Outputs:
-        """Return each baseline's outputs for each record. If `base` is None, leave out the baselines in `of_base`."""
+        """Return each baseline's outputs for each record. `known` is the result of the method `baselines`. If `base` is
+        None, the baselines in `of_base` are left out.
+        """
         return {}
 
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:

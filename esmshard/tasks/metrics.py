@@ -150,8 +150,8 @@ def top_of_list(
 ) -> tuple[float, float]:
     """Choose the `best_count` variants with the highest predictions in each fold, and score them.
 
-    Higher predictions and measured values are better. Variants without a measured value (NaN) are not chosen. If only
-    some of several variants with the same prediction fit, each of them counts with its probability.
+    Higher predictions and measured values are better. Variants without a measured value (NaN) are not chosen. If
+    several variants tie for the last places, each counts with the probability that it is chosen.
 
     Returns:
         The recall: the share of the chosen variants that are among the best measured variants of their fold.

@@ -1,4 +1,4 @@
-"""The registry of tasks, both from this package and from other installed packages.
+"""Registers the tasks of this package and of other installed packages.
 
 A task is registered as `module:Class`, a subclass of `esmshard.tasks.base.Task`. Its module is imported when a recipe
 is read. Other packages register tasks as entry points of the group `esmshard.tasks` (docs/own-task.md).

@@ -80,8 +80,8 @@ class ResidueSettings(LabelSettings):
 
 
 class ResidueHead(LabelHead):
-    """A head of LayerNorm, dropout, and a linear layer for each residue, which a convolution over 7 residues may
-    precede. Each record is convolved separately, with zeros beyond both ends.
+    """A head that applies LayerNorm, dropout and a linear layer to each residue. A hidden layer before the linear layer
+    is a convolution over 7 residues. Each record is convolved separately, with zeros beyond both ends.
     """
 
     def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:

@@ -1,7 +1,7 @@
-"""Several runs of one recipe, with different random seeds and cross-validation folds, and their joint results.
+"""Several runs of one recipe with different random seeds and folds, and the joint results of these runs.
 
-The function `summarise` averages the metrics over the runs. For the folds of a table of variants, `conclude` also
-compares the model and its baselines over all test variants. No model predicts a variant on which it was trained.
+`summarise` averages each metric over the runs. For a table of variants, `conclude` also compares the model with its
+baselines on all test variants. Each variant is predicted by a model that was not trained on it.
 """
 
 import csv
@@ -32,9 +32,9 @@ from esmshard.train.run_dir import read_status
 
 SUMMARY, CURVE = "summary.json", "learning_curve.json"
 JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
-"""The names of the files with the joint results of several runs. The directory of these files also holds the runs."""
+"""The names of the files with joint results. They are in the directory that also contains the runs."""
 SHARES = (0.25, 0.5)
-"""The shares of the training variants for the points of a learning curve. A further point uses all variants."""
+"""The shares of the training variants for the points of a learning curve. A last point uses all of them."""
 SPEARMAN, RECALL, CHOSEN = "Spearman", "recall", "mean of chosen"
 
 Array = npt.NDArray[np.float64]
@@ -42,20 +42,18 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Repeat:
-    """The directory and the changed settings of one of several runs of a recipe."""
+    """One of several runs of a recipe."""
 
     out: Path
     overrides: tuple[str, ...] = ()
-    """The settings of the recipe that this run changes, as texts `KEY=VALUE`."""
+    """The recipe settings that this run changes, as texts `KEY=VALUE`."""
 
 
 def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Repeat]:
-    """Return one run for each random seed and fold; an empty list if the recipe is a single run.
+    """Return one run for each random seed and fold, or an empty list if the recipe is a single run.
 
-    By default a table of variants has FOLDS folds. Seeds count up from the recipe's seed, and all have the same folds.
-
-    Raises:
-        UsageError: folds are requested, and the recipe has the key `data.folds`.
+    A table of variants has FOLDS folds by default. All seeds (`train.seed` and the following) have the same folds.
+    Raises `UsageError` if folds are requested and the recipe has the key `data.folds`.
     """
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         folds = folds or FOLDS
@@ -67,15 +65,13 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
     for seed in range(recipe.train.seed, recipe.train.seed + seeds):
         for fold in range(folds) if folds else [None]:
             out = Path(recipe.out) / (f"seed-{seed}" + ("" if fold is None else f"-fold-{fold}"))
-            of_fold = () if fold is None else (f"data.folds={folds}", f"data.fold={fold}")
-            runs.append(Repeat(out, (f"train.seed={seed}", f"out={out}", *of_fold)))
+            fold_overrides = () if fold is None else (f"data.folds={folds}", f"data.fold={fold}")
+            runs.append(Repeat(out, (f"train.seed={seed}", f"out={out}", *fold_overrides)))
     return runs
 
 
 def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
-    """Return the runs for the learning curve of a table of variants; an empty list for other data and for a probe. Each
-    run is like the first of `runs`, but trains only on a share (SHARES) of the training variants.
-    """
+    """Return the runs for the learning curve of a table of variants; empty for other data and for a probe."""
     if not recipe.divides_table or recipe.adapt.method == "probe":
         return []
     others = [option for option in runs[0].overrides if not option.startswith("out=")]
@@ -84,7 +80,7 @@ def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
 
 
 def is_done(run: Path, steps: int | None = None) -> bool:
-    """Whether the run in a directory is finished and evaluated, with at least `steps` steps if `steps` is given."""
+    """Whether a run is finished and evaluated. With `steps`, the run must also have at least this number of steps."""
     status = read_status(run)
     if status is None or status["state"] != "done" or not (run / "evaluation.json").is_file():
         return False
@@ -92,7 +88,7 @@ def is_done(run: Path, steps: int | None = None) -> bool:
 
 
 def check_out(out: Path) -> None:
-    """Raise `UsageError` if `out` has files with the names of joint results that esmshard did not write."""
+    """Raise `UsageError` if `out` contains files of JOINT_FILES that esmshard did not write."""
     names = [name for name in JOINT_FILES if os.path.lexists(out / name)]
     try:
         are_joint_results = "verdict" in read_json(out / SUMMARY)
@@ -100,18 +96,16 @@ def check_out(out: Path) -> None:
         are_joint_results = False
     if names and not are_joint_results:
         raise UsageError(
-            f"{out}: holds {', '.join(names)}, which no runs wrote and which the results would replace; "
+            f"{out}: contains {', '.join(names)}, which esmshard did not write and would replace; "
             "choose another directory with out=DIR"
         )
 
 
 def summarise(out: Path, runs: Sequence[Repeat]) -> str:
-    """Write `summary.json` to `out`, and return a table as text: the mean of each metric over runs, with an interval.
+    """Write `summary.json` to `out`. Return a table as text: mean and interval of each metric over the runs.
 
-    The 95% interval is from Student's t distribution, and shows how much the mean would change with other seeds and
-    folds. The intervals in the `evaluation.json` of a run show how much its values would change with other test
-    proteins. Runs of different folds share training records, so the interval over runs is somewhat too narrow (Bengio
-    and Grandvalet 2004, JMLR 5:1089).
+    The 95% interval (Student's t distribution) shows how much the mean would change with other seeds and folds. Runs of
+    different folds share training records, so it is somewhat too narrow (Bengio and Grandvalet 2004, JMLR 5:1089).
     """
     evaluations = {run.out.name: read_json(run.out / "evaluation.json") for run in runs}
     first = next(iter(evaluations.values()))
@@ -125,13 +119,13 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
     for method, row in table.items():
         lines.append([method])
         for metric in first["columns"]:
-            of_runs = values("metrics", method, metric)
-            mean = _mean(of_runs)
-            deviation = float(np.std([*of_runs.values()], ddof=1)) if len(of_runs) > 1 else None
+            value_of_run = values("metrics", method, metric)
+            mean = _mean(value_of_run)
+            deviation = float(np.std([*value_of_run.values()], ddof=1)) if len(value_of_run) > 1 else None
             row[metric] = {"mean": mean.value, "deviation": deviation, "low": mean.low, "high": mean.high}
-            row[metric]["runs"] = of_runs
+            row[metric]["runs"] = value_of_run
             lines[-1].append(str(mean))
-    # Each difference is between two methods in the same run.
+    # Each difference compares two methods in the same run.
     headline = first["columns"][0]
     means, gains = (
         {method: _mean(values(key, method, headline)) for method in first[key]} for key in ("metrics", "differences")
@@ -155,11 +149,10 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
     return "\n".join([head, aligned(lines), text])
 
 
-def _mean(of_runs: Mapping[str, float]) -> Interval:
-    """Return the mean over runs, with the 95% interval of Student's t distribution. One run has no interval (NaN)."""
+def _mean(value_of_run: Mapping[str, float]) -> Interval:
     from scipy.special import stdtrit  # not from scipy.stats, whose import takes ten times as long
 
-    x = np.array([*of_runs.values()], dtype=np.float64)
+    x = np.array([*value_of_run.values()], dtype=np.float64)
     if len(x) < 2:
         return Interval(float(x[0]) if len(x) else math.nan, math.nan, math.nan)
     mean, half = float(x.mean()), float(stdtrit(len(x) - 1, 0.975) * x.std(ddof=1) / math.sqrt(len(x)))
@@ -167,23 +160,22 @@ def _mean(of_runs: Mapping[str, float]) -> Interval:
 
 
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
-    """Write the joint result of all runs of a table of variants to the recipe's `out`, and return this result as text.
+    """Write the joint result of all runs on a table of variants to the recipe's `out`, and return the result as text.
 
-    The file `variants.csv` holds the user's columns. A row of a test variant also has the name of the variant, its
-    measured value and fold, the predictions of the baselines, and the prediction of the model that did not train on it
-    (mean and standard deviation over seeds). A row that was left out has the reason. `summary.json` gets the entries
-    `table` (what was changed in the user's table), `joint` (the scores of all methods on all test variants, with
-    intervals) and `verdict`. `learning_curve.json` holds Spearman on one test set for each number of training variants.
+    - `variants.csv` has the rows of the user's table. A test variant also has its name, measured value and fold, and
+      the predictions of baselines and model (mean and standard deviation over seeds). An omitted row has a reason.
+    - `summary.json` gets the entries `table` (changes to the user's table), `joint` (the scores of all methods on all
+      test variants, with intervals) and `verdict`.
+    - `learning_curve.json` has Spearman on one test set for each number of training variants.
 
-    Predictions are averaged over seeds. Each fold has another model, so variants are compared only within their fold:
-    Spearman is the mean over folds (`metrics.spearman_within`), and the best variants are chosen within folds
-    (`metrics.top_of_list`). `runs` are finished runs over folds and seeds, `curve` finished runs of `curve_runs`.
+    Each fold has another model, so variants are compared only within their fold. `runs` are the finished runs over
+    folds and seeds, and `curve` the finished runs of `curve_runs`.
     """
     out = Path(recipe.out)
     tested = [_Predictions(run.out) for run in runs]
     names = tested[0].targets
     by_seed = {seed: [part for part in tested if part.seed == seed] for seed in sorted({part.seed for part in tested})}
-    # The variants are in the order of the folds. The test set of a fold is the same for every seed.
+    # The variants have the order of the folds. Every seed has the same test set in a fold.
     first, *_ = by_seed.values()
     ids = [name for part in first for name in part.ids]
     fold_N = np.concatenate([np.full(len(part.ids), part.fold) for part in first])
@@ -207,7 +199,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         for method, predicted_SNT in predicted.items()
     }
     units, resamples = counted(count_units(len(ids), block_N), unit), len(ours) - 1
-    caution = "" if recipe.data.split != "random" else "; random folds test on positions that training has seen"
+    caution = "" if recipe.data.split != "random" else "; with random folds, test positions also occur in training"
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
     text = Comparison(metric, intervals, gains).verdict(f"paired over {units}; split {recipe.data.split}{caution}")
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
@@ -216,7 +208,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "targets": "mean over the targets" if len(names) > 1 else names[0],
         "interval": f"95% percentile bootstrap of {units}, {resamples:,} resamples; of differences, paired"
         if resamples
-        else f"none: of {units}, and an interval takes {LEAST}",
+        else f"none: {units}, and an interval needs {LEAST}",
         "unit": unit,
         "variants": len(ids),
         "positions": len({mutation.position for variant in variants for mutation in variant}),
@@ -246,10 +238,11 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     sd_NT = predicted[MAIN].std(0, ddof=1) if len(by_seed) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
     for t, name in enumerate(names):
-        of = f" {name}" if len(names) > 1 else ""
-        columns |= {f"measured{of}": measured_NT[:, t], f"predicted{of}": mean[MAIN][:, t], f"sd{of}": sd_NT[:, t]}
-        columns |= {f"{method}{of}": mean_NT[:, t] for method, mean_NT in mean.items() if method != MAIN}
-    if len(names) > 1:  # variants are ranked by the first target, the mean of the targets
+        suffix = f" {name}" if len(names) > 1 else ""
+        columns |= {f"measured{suffix}": measured_NT[:, t], f"predicted{suffix}": mean[MAIN][:, t]}
+        columns[f"sd{suffix}"] = sd_NT[:, t]
+        columns |= {f"{method}{suffix}": mean_NT[:, t] for method, mean_NT in mean.items() if method != MAIN}
+    if len(names) > 1:  # variants are ranked by the first target
         columns["measured"] = measured_NT[:, 0]
     _write_variants(out / OUT_OF_FOLD, recipe, ids, fold_N, columns)
     if curve:
@@ -258,7 +251,6 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
 
 
 def _table(data: DataSettings) -> dict[str, Any]:
-    """Return facts on what was read from the user's table and what was changed. `data` is the section of the recipe."""
     variants = table_of(data)
     fold_N, left_out = divide(data)
     return {
@@ -274,7 +266,7 @@ def _table(data: DataSettings) -> dict[str, Any]:
 
 
 class _Predictions:
-    """The content of the file `per_protein.csv` of one run, with the fold and the random seed of the run."""
+    """The predictions in the file `per_protein.csv` of a run, with the fold and the random seed of the run."""
 
     def __init__(self, run: Path) -> None:
         evaluation, versions = read_json(run / "evaluation.json"), read_json(run / "versions.json")
@@ -291,13 +283,12 @@ class _Predictions:
             if name != MAIN:
                 self.predicted[name] = self._columns(rows, "prediction", f" of {name}")
 
-    def _columns(self, rows: Sequence[Mapping[str, str]], what: str, of: str) -> Array:
-        keys = [f"{what} {name}{of}" if len(self.targets) > 1 else f"{what}{of}" for name in self.targets]
+    def _columns(self, rows: Sequence[Mapping[str, str]], column: str, suffix: str) -> Array:
+        keys = [f"{column} {name}{suffix}" if len(self.targets) > 1 else f"{column}{suffix}" for name in self.targets]
         return np.array([[float(row[key] or "nan") for key in keys] for row in rows])
 
 
 def _spearman(predicted_NT: Array, measured_NT: Array, fold_N: npt.NDArray[np.int64]) -> float:
-    """Return Spearman within folds (`metrics.spearman_within`), as the mean over the targets with a defined value."""
     targets = zip(predicted_NT.T, measured_NT.T, strict=True)
     return metrics.mean(np.array([metrics.spearman_within(x_N, y_N, fold_N) for x_N, y_N in targets]))
 
@@ -309,15 +300,13 @@ def _samples(
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
 ) -> dict[str, list[float]]:
-    """Return three lists of numbers by name: Spearman, and for the first target the recall and the mean of the chosen
-    variants. The first number of a list is from all variants, each further number from a resample (`metrics.draws`).
-    """
+    """Return Spearman, recall and mean of the chosen variants: on all variants, then on each resample."""
     sign = -1 if lower_is_better else 1
 
     def scores(draw: npt.NDArray[np.int64]) -> dict[str, float]:
-        x_NT, y_NT, of_fold_N = predicted_NT[draw], measured_NT[draw], fold_N[draw]
-        recall, chosen = metrics.top_of_list(sign * x_NT[:, 0], sign * y_NT[:, 0], of_fold_N)
-        return {SPEARMAN: _spearman(x_NT, y_NT, of_fold_N), RECALL: recall, CHOSEN: sign * chosen}
+        x_NT, y_NT, drawn_fold_N = predicted_NT[draw], measured_NT[draw], fold_N[draw]
+        recall, chosen = metrics.top_of_list(sign * x_NT[:, 0], sign * y_NT[:, 0], drawn_fold_N)
+        return {SPEARMAN: _spearman(x_NT, y_NT, drawn_fold_N), RECALL: recall, CHOSEN: sign * chosen}
 
     samples = [scores(draw) for draw in (np.arange(len(block_N)), *metrics.draws(len(block_N), block_N))]
     return {name: [sample[name] for sample in samples] for name in samples[0]}
@@ -329,33 +318,31 @@ def _as_text(
     columns: Sequence[Mapping[str, Interval]],
     each: Mapping[str, Sequence[float]],
 ) -> str:
-    """Return the table for the terminal: a line for each method, and a last line with the mean of all variants."""
     top = [f"recall of the best 1% ({best['count']:,})", f"mean {best['target']} of the chosen"]
     head = [metric, "fine-tuned is better by", *top, "of each seed"]
     lines = [["", *head]]
     for method, seeds in each.items():
         cells = ["" if method not in column else str(column[method]) for column in columns]
-        value, *limits = astuple(columns[-1][method])  # three decimals do not suit measured values of every unit
+        value, *limits = astuple(columns[-1][method])  # measured values may need more than three decimals
         cells[-1] = f"{value:.4g}" + ("" if math.isnan(limits[0]) else " [{:.4g}, {:.4g}]".format(*limits))
-        of_seeds = " ".join(f"{value:.3f}" for value in seeds)
+        seed_values = " ".join(f"{value:.3f}" for value in seeds)
         if math.isnan(columns[0][method].value):
-            cells[:2], of_seeds = ["undefined (the same for all)", ""], ""
-        lines.append([method, *cells, of_seeds])
+            cells[:2], seed_values = ["undefined (the same for all)", ""], ""
+        lines.append([method, *cells, seed_values])
     return aligned([*lines, ["mean of all variants", "", "", "", f"{best['mean_of_all']:.4g}", ""]])
 
 
 def _write_variants(
     path: Path, recipe: Recipe, ids: Sequence[str], fold_N: npt.NDArray[np.int64], columns: Mapping[str, Array]
 ) -> None:
-    """Write every row of the user's table with the results of its variant. Cells without a result are empty."""
     variants = table_of(recipe.data)
-    places: dict[str, deque[int]] = defaultdict(deque)  # a name has several places if replicates are not averaged
+    places: dict[str, deque[int]] = defaultdict(deque)  # replicates that are not averaged share a name
     for n, name in enumerate(ids):
         places[name].append(n)
-    of_row: dict[int, tuple[str, int | None, int]] = {}
+    result_of_row: dict[int, tuple[str, int | None, int]] = {}
     for k, (rows, mutations) in enumerate(zip(variants.rows, variants.mutations, strict=True)):
         name = name_of(mutations)
-        of_row |= dict.fromkeys(rows, (name, places[name].popleft() if places[name] else None, k))
+        result_of_row |= dict.fromkeys(rows, (name, places[name].popleft() if places[name] else None, k))
     names = variants.target_names
     measured = {f"measured {name}" if len(names) > 1 else "measured": t for t, name in enumerate(names)}
     measured.setdefault("measured", 0)
@@ -365,7 +352,7 @@ def _write_variants(
         prefix += "esmshard "  # the user's columns keep their names
     lines = [[*table.columns, *(f"{prefix}{name}" for name in added)]]
     for row in range(len(table)):
-        name, place, k = of_row.get(row, ("", None, -1))
+        name, place, k = result_of_row.get(row, ("", None, -1))
         values = dict.fromkeys(columns, math.nan)
         if k >= 0:  # the measured value is also written for variants in no test set
             values |= {key: float(variants.target_NT[k, t]) for key, t in measured.items()}

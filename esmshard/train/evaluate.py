@@ -1,4 +1,4 @@
-"""The evaluation of a model and its baselines on a split: metrics of each record, and of all with intervals."""
+"""The evaluation of a model and its baselines on a split: metrics for each record, and joint metrics with intervals."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -46,14 +46,14 @@ from esmshard.vocab import chain_spans
 R = TypeVar("R")
 
 LOWER_IS_BETTER = ("RMSE", "log loss")
-"""The metrics for which a lower value is better, apart from the headline metrics of tasks."""
+"""Further metrics for which a lower value is better. For the headline metric, `Task.lower_is_better` decides."""
 LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
-"""LONGEST_PROFILE: a report draws values along the sequence only for records of at most this length. MOST_RESIDUES: the
-maximum number of dots in its plot of observed and predicted values."""
+"""The maximum length (residues) of a protein that a report draws along its sequence, and the maximum number of dots in
+its plot of observed and predicted values."""
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
-"""The name of the array of training sequences' hashes in `baselines.npz`, and the maximum number of these hashes."""
+"""The name of the array in `baselines.npz` with the hashes of training sequences, and the maximum number of hashes."""
 ALONE = World(0, 1, torch.device("cpu"), None)
-"""A `World` of one rank, for a process that has the whole model in fp32 and works without other ranks."""
+"""The `World` of a process that has the complete model in fp32 and works without other ranks."""
 
 
 def validate(
@@ -64,10 +64,10 @@ def validate(
     world: World,
     stop: Callable[[], object] = lambda: False,
 ) -> tuple[float, list[Row]] | None:
-    """Return the loss of a split, and a row of metrics for each record in the order of the split, on every rank.
+    """Return the loss of a split and one row of metrics for each record, in the order of the split, on every rank.
 
-    Records are not cropped, and no gradient is computed. The function `stop` is called before each micro-batch and must
-    return the same value on all ranks. If this value is true, the validation ends and returns None.
+    Records are not cropped, and no gradient is computed. `stop` is called before each micro-batch, and must return the
+    same value on all ranks. A true value ends the validation, which then returns None.
     """
     model.eval()
     longest = max(tokens_per_rank, int(data.tokens.max()))
@@ -101,8 +101,8 @@ def validate(
 def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) -> dict[str, npt.NDArray[Any]]:
     """Fit the baselines of a task to training records, and return the fitted arrays by name, on every rank.
 
-    `base` is the model before the first step. All `ranks` use this model together and call the function: they
-    divide the forward passes, and the first rank fits the baselines. For a model of this process, `ranks` is ALONE.
+    All `ranks` call this function: they divide the forward passes, and the first rank fits the baselines. `base` is the
+    model before the first step. If this process has the complete model, `ranks` is ALONE.
     """
     examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
     with _together(base, ranks):
@@ -111,7 +111,7 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) ->
         for name, outputs in remembered.items():
             base.remembered[name].update(outputs)
     patient = ranks.patient()
-    with _together(base, patient):  # Ranks that compute layers together with the first rank must call this, too.
+    with _together(base, patient):  # ranks that share the first rank's layers call this, too
         known = task.baselines(examples, base) if ranks.data_rank == 0 else {}
     base.remembered.clear()
     learned: dict[str, npt.NDArray[Any]] = patient.gather(known if ranks.is_first else None)[0]
@@ -123,46 +123,45 @@ def _together(model: FineTuner | None, ranks: World) -> AbstractContextManager[N
 
 
 def sequence_hashes(data: Examples) -> npt.NDArray[np.uint64]:
-    """Return a hash of the sequence of each record of a split, uint64."""
+    """Return a hash for the sequence of each record, uint64 [N]."""
     return hashes(ComparedRecords(len(data), data.whole, data.id))
 
 
 def seen_before(
     model: str, trained_on: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
 ) -> tuple[list[str], int]:
-    """Return a list with one sentence about records of a split on which a model was trained, and the known
-    number of these records. The list is empty if there is nothing to report, or nothing is known of the training.
+    """Return at most one sentence on records that a model was trained on, and the known number of these records.
 
-    `trained_on` is the entry `data` of the model's `esmshard.json`. `trained` has the hashes of the model's training
-    sequences, or is None if no hashes were stored.
+    `trained_on` is the entry `data` of the model's `esmshard.json`. `trained` has the hashes of the training sequences,
+    or is None if no hashes were stored.
     """
     digests = {split: facts.get("tokens_sha256") for split, facts in trained_on.items()}
     if data.digest in (digests.get("train"), digests.get("valid")):
-        sentence = f"leakage: {model} was trained on these records, or chosen by them, so scores on them are no test"
+        sentence = f"leakage: {model} was trained on these records or selected with them, so their scores are no test"
         return [sentence], len(data)
     if trained is not None:
         same = int(np.isin(sequence_hashes(data), trained).sum())
-        meaning = "scores on these are no test" if same else "others may be similar to them"
+        meaning = "scores on these are no test" if same else "some may still be similar to training records"
         return [f"leakage: {same:,} of {len(data):,} records are training records of {model}; {meaning}"], same
     if "train" not in digests or data.digest == digests.get("test"):
         return [], 0
     train = trained_on["train"]
     return [
         f"leakage: {model} was trained on {train['records']} records of {Path(train['path']).name}, with which these "
-        f"{len(data):,} were not compared; scores on records that are among them are no test"
+        f"{len(data):,} records were not compared; scores on training records are no test"
     ], 0
 
 
 def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Read the arrays of `fit_baselines` from the file `baselines.npz`, and the array TRAINED_ON if it exists."""
+    """Read the arrays of `fit_baselines`, and TRAINED_ON if it exists, from the file `baselines.npz`."""
     with np.load(path, allow_pickle=False) as file:
         return dict(file)
 
 
 def score(model: FineTuner, task: Task, data: Examples, ranks: World = ALONE) -> list[Row]:
-    """Return a row of metrics of the fine-tuned model for each record, not cropped, in the order of the split.
+    """Return the fine-tuned model's row of metrics for each record of the split. Records are not cropped.
 
-    For `ranks` see `fit_baselines`. The result is the same on every rank, and for every number of ranks.
+    The result is the same on every rank, and for every number of ranks. For `ranks` see `fit_baselines`.
     """
 
     def rows(examples: Sequence[Example]) -> list[Row]:
@@ -180,24 +179,24 @@ def score_baselines(
     base: FineTuner | None,
     ranks: World = ALONE,
 ) -> dict[str, list[Row]]:
-    """Return, for each baseline of the task by name, a row of metrics for each record, not cropped.
+    """Return, by the name of each baseline, a row of metrics for each record. Records are not cropped.
 
-    `known` has the arrays that `fit_baselines` returned. `base` is the model before the first step. If `base` is None,
-    baselines that need this model are left out. For `ranks` see `fit_baselines`.
+    `known` has the arrays from `fit_baselines`. `base` is the model before the first step; without `base`, baselines
+    that need this model are left out. For `ranks` see `fit_baselines`.
     """
-    # A temperature was fitted to the probabilities of the fine-tuned model only.
+    # The temperature was fitted to the fine-tuned model, so baselines are scored without it.
     untempered = new_task(task.settings, {**task.facts, "temperature": None})
 
     def rows(examples: Sequence[Example]) -> list[dict[str, Row]]:
-        of_records: list[dict[str, Row]] = [{} for _ in examples]
+        record_rows: list[dict[str, Row]] = [{} for _ in examples]
         targets = [task.inputs(example).target for example in examples]
         for name, outputs in task.baseline_outputs(examples, known, base).items():
-            for of_record, target, output in zip(of_records, targets, outputs, strict=True):
-                of_record[name] = untempered.score(output, target) if isinstance(output, np.ndarray) else output
-        return of_records
+            for rows_of, target, output in zip(record_rows, targets, outputs, strict=True):
+                rows_of[name] = untempered.score(output, target) if isinstance(output, np.ndarray) else output
+        return record_rows
 
     by_record = _of_each_record("baselines", base, task, data, ranks, rows)
-    return {name: [of_record[name] for of_record in by_record] for name in by_record[0]}
+    return {name: [rows_of[name] for rows_of in by_record] for name in by_record[0]}
 
 
 def _of_each_record(
@@ -208,9 +207,7 @@ def _of_each_record(
     ranks: World,
     compute: Callable[[Sequence[Example]], Sequence[R]],
 ) -> list[R]:
-    """Call `compute` for batches of whole records, the same batches for any number of ranks. Return a result for each
-    record of the split.
-    """
+    """Call `compute` on batches of records, the same for any number of ranks. Return one result for each record."""
     each = max(1, SCORED_TOKENS // int(data.tokens.max())) if task.names else 1
     firsts = range(0, len(data), each)
     mine: dict[int, Sequence[R]] = {}
@@ -232,37 +229,36 @@ def report(
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
 ) -> str:
-    """Score a consolidated model, the model before fine-tuning, and the baselines of the task on a split.
+    """Score a consolidated model, the model before fine-tuning and the baselines of the task on a split.
 
     Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. Prints which baselines are
-    left out, and on how many of the records the model was trained.
+    left out, and how many of the records the model was trained on.
 
-    `model` is a directory that `consolidate` wrote, and `tuned` is the opened model of this directory. `labels` is the
-    file of the labels if another file has the records. `tracks` are the paths of tracks, by name, if the recipe's paths
-    are not used. `complexes` says which chains were joined. `evaluation.json` names labels, tracks and complexes.
+    `tuned` is the opened model of the directory `model`. `labels` is the file with the labels, if it is not the file
+    with the records. `tracks` has paths by name, or is None for the paths in the model's recipe. `complexes` is the
+    file that says which chains were joined, or EVERY.
     """
     base, why = None, ""
-    shown_name = model if model in SHIPPED else Path(model).name  # without its directory, since users share results
+    shown_name = model if model in SHIPPED else Path(model).name  # without the directory, because users share results
     # Without `tracks`, the split is from the model's recipe, and has the tracks in this recipe.
     left_out = [] if data.tracks and tracks is None else without_tracks(model, tracks or ())
     recipe = Recipe.model_validate(tuned.about["recipe"])
     name = Path(recipe.model.name)
     on_hub = is_hub_name(recipe.model.name) and not name.exists() and hub.find(recipe.model.name) is not None
     if not name.is_absolute() and len(name.parts) > 1 and not on_hub:
-        # A relative path on the publisher's machine names another file on this machine. A name in a file from somebody
-        # else must not start a download.
+        # A relative path of another machine names another file here, and somebody else's file must start no download.
         why = f"{shown_name} comes without the model that it was fine-tuned from"
     else:
         try:
             base = load_base(recipe, tuned.task, tuned.model.device)
         except InputError as error:
-            why = f"the model that {shown_name} was fine-tuned from cannot be read ({error})"
+            why = f"the base model of {shown_name} cannot be read ({error})"
     if why and tuned.task.of_base:
         left_out.append(f"baselines left out of the table: {listed(tuned.task.of_base)}, because {why}")
     file = weights.place(model) / BASELINES
     if not file.is_file():
         left_out.append(
-            f"baselines left out of the table: all that learn from training records, as {shown_name} has no {BASELINES}"
+            f"baselines fitted to training records are left out of the table, because {shown_name} has no {BASELINES}"
         )
     known = read_baselines(file) if file.is_file() else {}
     leakage, n_trained_on = seen_before(shown_name, tuned.about.get("data", {}), known.pop(TRAINED_ON, None), data)
@@ -286,16 +282,12 @@ def report(
 
 
 def _place(path: str | Path, out: Path) -> str:
-    """Return a path relative to `out` (`shared_place`), because users share evaluations. Names of models that are no
-    existing path do not change.
-    """
+    """Return an existing path relative to `out`, because users share evaluations."""
     return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
 
 
 def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -> dict[str, Any]:
-    """Return the facts on a model and a split for the file `evaluation.json` in `out`. `model` is a directory that
-    `consolidate` wrote, and `about` is the content of `esmshard.json` in this directory.
-    """
+    """Return facts about a model, its `esmshard.json` (`about`) and a split for the `evaluation.json` in `out`."""
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
     name = shared_place(found_place(base["name"], weights.directory(model)), out)
@@ -312,11 +304,11 @@ def write(
     groups: Sequence[str] = (),
     name: str = MAIN,
 ) -> str:
-    """Write `evaluation.json` and `per_protein.csv` to `directory`. Return as text the metrics, notes and the verdict.
+    """Write `evaluation.json` and `per_protein.csv` to `directory`, and return metrics, notes and verdict as text.
 
-    Figures of contact maps of an earlier evaluation are removed. `table` has the rows of metrics of every method (the
-    model and the baselines). `about` has further entries for `evaluation.json`. `groups` has the group of each record
-    (`Task.groups`), if there are groups. `name` names the model in the results: MAIN or the name of a shipped model.
+    `table` has the rows of metrics for each method: the model (MAIN) and the baselines. `about` has further entries for
+    `evaluation.json`. `groups` has the group of each record (`Task.groups`), if there are groups. `name` names the
+    model in the results. Contact-map figures of an earlier evaluation are removed.
     """
     block_N, unit = task.units(data)
     samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
@@ -330,11 +322,11 @@ def write(
     counts = {metric: _units(table[MAIN], metric, block_N) for metric in columns}
     without_interval = [
         f"No interval for {', '.join(metric for metric in columns if counts[metric] == count)}: {counted(count, unit)} "
-        f"with a value; an interval takes {LEAST}."
+        f"with a value; an interval needs {LEAST}."
         for count in dict.fromkeys(counts.values())
         if count < LEAST
     ]
-    of_groups = _groups(task, table, block_N, groups)
+    group_results = _groups(task, table, block_N, groups)
     comparisons = []
     for metric in columns:
         values, gains = ({m: row[metric] for m, row in t.items() if metric in row} for t in (intervals, differences))
@@ -364,7 +356,7 @@ def write(
         "metrics": {method: {c: asdict(i) for c, i in row.items()} for method, row in intervals.items()},
         "differences": {method: {c: asdict(i) for c, i in row.items()} for method, row in differences.items()},
         "facts": task.facts,
-        "groups": of_groups,
+        "groups": group_results,
         **_summed(table[MAIN], task, scaling),
         **_profiles(table[MAIN], data, task),
     }
@@ -374,7 +366,7 @@ def write(
     _write_rows(directory / "per_protein.csv", data, task, table, groups)
     rows = intervals | {
         f"{MAIN}, {group}: {entry['records']:,}": {m: Interval(**cell) for m, cell in entry["metrics"][MAIN].items()}
-        for group, entry in of_groups.items()
+        for group, entry in group_results.items()
         if entry["metrics"]
     }
     lines = [[method, *(str(row[c]) if c in row else "-" for c in columns)] for method, row in rows.items()]
@@ -385,12 +377,12 @@ def write(
 def _write_rows(
     path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
 ) -> None:
-    """Write a CSV file with a line for each record: id, lengths, block and group (if any), and its row of metrics."""
+    """Write a CSV line for each record: id, lengths, block and group (if any), and the numbers in its row."""
     block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
     head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
     keys = [(MAIN, key, key) for key in numbers]
-    if block_N is not None:  # `cross_validation.conclude` reads the predictions of all methods for a table of variants
+    if block_N is not None:  # `cross_validation.conclude` reads the predictions of all methods
         predictions = [key for key in numbers if key.startswith("prediction")]
         keys += [(name, key, f"{key} of {name}") for name in table if name != MAIN for key in predictions]
     lines = [[*head, *(title for _, _, title in keys)]]
@@ -413,14 +405,12 @@ def _write_rows(
 
 
 def _numbers(rows: Sequence[Row]) -> list[str]:
-    """Return the keys of all numbers in the rows. Records of several chains have more numbers than single chains."""
+    """Return the names of all numbers in the rows. Records with several chains have more numbers than single chains."""
     return [*dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, np.ndarray))]
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
-    """Return for each metric its value and then its values in bootstrap resamples. A metric with a value for fewer than
-    LEAST units (records or blocks of records) has no resamples.
-    """
+    """Return each metric's value and, if at least LEAST units have a value, its values in bootstrap resamples."""
     samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
@@ -428,40 +418,40 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
 def _groups(
     task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Return, for each group of records, their number and the metrics of every method on them. A group of all records
-    has no metrics.
-    """
-    of_groups: dict[str, Any] = {}
+    """Return each group's size and the metrics of every method on it. A group of all records has no metrics."""
+    group_results: dict[str, Any] = {}
     for group in sorted(set(groups) - {""}):
         members = [n for n, name in enumerate(groups) if name == group]
-        of_groups[group] = {"records": len(members), "metrics": {}}
+        group_results[group] = {"records": len(members), "metrics": {}}
         if len(members) == len(groups):
             continue
         part = None if block_N is None else block_N[members]
         for method, rows in table.items():
             samples = _resampled(task, [rows[n] for n in members], part)
-            of_groups[group]["metrics"][method] = {m: asdict(interval(values, m)) for m, values in samples.items()}
-    return of_groups
+            group_results[group]["metrics"][method] = {m: asdict(interval(values, m)) for m, values in samples.items()}
+    return group_results
 
 
 def _units(rows: Sequence[Row], metric: str, block_N: npt.NDArray[np.int64] | None) -> int:
-    """Count the units that have a value of a metric. A unit is a block of records, or one record without blocks."""
+    """Count the units with a value for a metric. A unit is a block of records or, without blocks, a record."""
     with_value_N = records_with(rows, metric)
     return count_units(int(with_value_N.sum()), None if block_N is None else block_N[with_value_N])
 
 
 def _method(unit: str, intervals: Mapping[str, Interval]) -> str:
-    """Return a phrase on how the intervals were computed. `unit`: the noun for a resampled unit, such as `record`."""
+    """Return a phrase on how the intervals were computed. `unit` is the noun for a resampled unit, such as `record`."""
     if all(math.isnan(limits.low) for limits in intervals.values()):
         return "none"
     biased = [metric for metric in intervals if metric in BIASED]
-    of_biased = f"; of {', '.join(biased)}, which noise raises, basic bootstrap, widened to its value" if biased else ""
-    return f"95% percentile bootstrap over {unit}s{of_biased}; of differences, paired"
+    other = f"; for {', '.join(biased)}, which noise raises, basic bootstrap widened to the value" if biased else ""
+    return f"95% percentile bootstrap over {unit}s{other}; for differences, paired"
 
 
 def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
-    """Return the data for figures of tasks with a value for each residue. `profiles` has the values along the records
-    with the highest, the median and the lowest score. For numbers, `residues` has the values of every n-th residue.
+    """Return the data for the figures of a task with a value for each residue; empty for other tasks.
+
+    `profiles` has the values along the records with the highest, median and lowest score. If the task predicts numbers,
+    `residues` has the values of every n-th residue.
     """
     score = next((column for column in task.columns if column in rows[0]), None)
     if "profile" not in rows[0] or score is None:
@@ -488,15 +478,16 @@ def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | No
         return None
     records = f"{facts['validation_records']:,} validation records"
     if facts["temperature"] is None:
-        return f"The probabilities are not calibrated: {records} have labels, and a temperature takes {LEAST}."
+        return f"The probabilities are not calibrated: {records} have labels, and a temperature needs {LEAST}."
     changes = ", ".join(f"{m} {ours[f'{m} before scaling']} before and {ours[m]} after" for m in ("ECE", "log loss"))
     return f"The probabilities are scaled by a temperature of {facts['temperature']:.2f}, from {records}: {changes}."
 
 
 def _summed(rows: Sequence[Row], task: Task, scaling: str | None) -> dict[str, Any]:
-    """Return the data for figures of tasks with classes. `confusion` has counts [C, C], with true classes on the first
-    axis. `calibration` has, for each bin of confidence, the number of predictions, their mean confidence and the share
-    of correct predictions. The key `scaling` of `calibration` is a sentence on the temperature.
+    """Return the data for the figures of a task with classes.
+
+    `confusion` has counts [C, C], with true classes on the first axis. `calibration` has the number of predictions,
+    their mean confidence and the share of correct predictions, each for all bins of confidence.
     """
     summed: dict[str, Any] = {}
     if "confusion" in rows[0]:
@@ -526,9 +517,9 @@ class Comparison:
 
     metric: str
     values: Mapping[str, Interval]
-    """The value of the metric for each method: the model (MAIN) and the baselines."""
+    """The metric's value for each method: the model (MAIN) and the baselines."""
     gains: Mapping[str, Interval]
-    """For each baseline, the value of the model minus the value of the baseline, paired over the same units."""
+    """For each baseline, the model's value minus the baseline's value, paired over the same units."""
     lower_is_better: bool = False
 
     @property
@@ -540,9 +531,7 @@ class Comparison:
 
     @property
     def how(self) -> str:
-        """A phrase that compares the model with the best baseline: `better than`, `worse than` or `not clearly apart
-        from`. Without an interval, such as `better in this sample than`. Empty if no baseline has a value.
-        """
+        """A phrase such as `better than` that compares the model with the best baseline; empty without a baseline."""
         if self.best is None:
             return ""
         gain, sign = self.gains[self.best], -1 if self.lower_is_better else 1
@@ -555,26 +544,24 @@ class Comparison:
         return "better than" if low > 0 else "worse than" if high < 0 else "not clearly apart from"
 
     def verdict(self, basis: str) -> str:
-        """Return one sentence on whether fine-tuning was better than the best baseline. `basis` is a phrase on the
-        units of the intervals, such as `paired over 12 positions`.
-        """
+        """Say whether fine-tuning beat the best baseline. `basis` is a phrase such as `paired over 12 positions`."""
         if not self.gains:
             return f"There is no baseline to compare the {self.metric} of the fine-tuned model with."
         ours = self.values[MAIN].value
         if self.best is None or not math.isfinite(ours):
-            return f"{self.metric} is undefined for the model or for every baseline, so that they cannot be compared."
+            return f"{self.metric} is undefined for the model or for every baseline, so they cannot be compared."
         gain, theirs = self.gains[self.best], self.values[self.best].value
         name = "the model before fine-tuning" if self.best == BEFORE else self.best
         values = f"{self.metric} {ours:.3f} against {theirs:.3f}, a difference of {gain.value:+.3f}"
         if math.isnan(gain.low):
             return (
-                f"Fine-tuning was {self.how} the best baseline, {name}: {values}, but whether that is more than chance "
-                f"cannot be said: there is no interval ({basis}; an interval takes {LEAST})."
+                f"Fine-tuning was {self.how} the best baseline, {name}: {values}. Without an interval, chance cannot "
+                f"be excluded ({basis}; an interval needs {LEAST})."
             )
         consequence = {
             "better than": "",
-            "worse than": f"; it was not worth it, as {name} needs none and is better",
-            "not clearly apart from": f"; that it was worth it is not shown, as {name} needs none",
+            "worse than": f"; without training, {name} is better",
+            "not clearly apart from": f"; no advantage over {name} is shown",
         }[self.how]
         limits = f"[{gain.low:+.3f}, {gain.high:+.3f}] (95%, {basis})"
         verb = "beat" if self.how == "better than" else f"was {self.how}"
@@ -582,9 +569,10 @@ class Comparison:
 
 
 def _others(comparisons: Sequence[Comparison]) -> str:
-    """Return a sentence on further metrics in which the model is clearly better or worse than the best baseline. The
-    sentence leaves out metrics that agree with the first (headline) metric, and ECE, because a baseline that predicts
-    the frequencies of the classes has the best ECE.
+    """Return a sentence on further metrics in which the model is clearly better or worse than the best baseline.
+
+    Metrics that agree with the headline metric are left out. ECE is left out because class frequencies alone reach the
+    best value.
     """
     clear: dict[str, list[str]] = {"better than": [], "worse than": []}
     for other in comparisons[1:]:
@@ -597,7 +585,7 @@ def _others(comparisons: Sequence[Comparison]) -> str:
 
 
 def in_sample(trained_on: int, records: int) -> str:
-    """Return a warning for the beginning of a verdict if test records were in training; otherwise an empty text."""
+    """Return a warning for the start of a verdict if test records were used in training; otherwise an empty text."""
     if not trained_on:
         return ""
     return f"In sample: {trained_on:,} of {records:,} test records were in training, and the values count them. "

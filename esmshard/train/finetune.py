@@ -1,4 +1,4 @@
-"""A run of fine-tuning, from the recipe to the evaluated model."""
+"""The run of a fine-tuning, from the recipe to the evaluated model."""
 
 import os
 import time
@@ -44,9 +44,10 @@ def run(
     started: float | None = None,
     device: DeviceName = None,
 ) -> Path | None:
-    """Fine-tune a model in all processes that were launched together, then evaluate it and write the results.
+    """Fine-tune a model, evaluate it, and write the results. All processes that were launched together call this.
 
-    A trial of a sweep (environment variable `launch.TRIAL`) ends with its last validation, without model and test.
+    A trial of a sweep (environment variable `launch.TRIAL`) ends with its last validation, without model and test. The
+    first rank writes the results and returns the directory of the run. Other ranks return None.
 
     Args:
         recipe: the checked recipe. Its key `out` names the directory of the run.
@@ -55,11 +56,8 @@ def run(
         overwrite: remove the files of an earlier run from `out`.
         profile: the number of steps to record with torch's profiler.
         take_over: take the lock of another run; see the class `esmshard.train.run_dir.Lock`.
-        started: the time at which the command began, in seconds since 1970; the time of the call by default.
-        device: the kind of device, see `own_device`; by default a GPU for each process, or the CPU without GPUs.
-
-    Returns:
-        The directory of the run on the first rank, which writes the model and the evaluation; None on other ranks.
+        started: the start time of the command, in seconds since 1970; by default the present time.
+        device: the kind of device (see `own_device`); by default a GPU for each process, or the CPU without GPUs.
 
     Raises:
         InputError: on all ranks, for a mistake in recipe or data, or if memory does not suffice.
@@ -93,20 +91,20 @@ def run(
                 if not is_trial:
                     attempt.report("running", "consolidating and evaluating")
                     with advice_if_out_of_memory(
-                        f"the evaluation does not fit on {ranks.device}; the model is trained, and kept in "
-                        f"{out / 'checkpoints'}; give it more memory, and run only the rest with --resume auto"
+                        f"the evaluation does not fit on {ranks.device}; the trained model is saved in "
+                        f"{out / 'checkpoints'}; evaluate it with more memory and --resume auto"
                     ):
                         _evaluate(job, model, replace(ranks, together=job.layout.together), control)
         except (LostProcess, Preempted):
-            # Before training, a rank that was asked to stop may have ended already, and the other ranks lose it. If a
-            # rank is lost during training, srun sends SIGTERM to the other ranks.
+            # A rank that is asked to stop before training ends at once, and the other ranks then report a lost process.
+            # When a process is lost during training, srun sends SIGTERM to the others.
             if asked := preemption.unsaved:
                 raise Preempted(f"stopped by {reason(asked)}; go on with --resume auto", asked) from None
             raise
         if not ranks.is_first:
             return None
     if not is_trial:
-        # The attempt has ended, so its time now includes the evaluation, as in the report of the run.
+        # Only an ended attempt counts the time of the evaluation.
         say(goodput_text(goodput(metrics_of(out))))
     return out
 
@@ -114,8 +112,8 @@ def run(
 def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) -> None:
     """Score the trained model and its baselines on the test split, and write the model directory with its card.
 
-    All ranks call this. The model stays divided over the ranks as in training. Some baselines need outputs of the base
-    model, whose weights therefore replace the trained weights in memory. Only the first rank writes files.
+    All ranks call this, and the first rank writes the files. The model stays divided over the ranks as in training.
+    Some baselines need the base model, so its weights replace the trained weights in memory.
     """
     recipe, out, layout = job.recipe, job.out, job.layout
     best = manifest.pointed(out / "checkpoints", "BEST") if recipe.keeps_best else None
@@ -141,7 +139,7 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
             known[evaluate.TRAINED_ON] = np.unique(evaluate.sequence_hashes(job.train))
         with replacing(out / BASELINES, binary=True) as file:
             np.savez(file, **known)  # type: ignore[arg-type]
-        if recipe.task.reads_table:  # users also predict variants of the table on which the model was trained
+        if recipe.task.reads_table:  # `predict` marks these variants as seen in training
             ids = [split.id(n) for split in (job.train, job.valid) for n in range(len(split))]
             replace_text(out / SEEN, "".join(f"{name}\n" for name in ids))
         directory = consolidate(checkpoint, out / "model", overwrite=True, warn=say)

@@ -1,4 +1,4 @@
-"""The inputs of a run: the files that its recipe names. They are opened and checked before weights are read."""
+"""The inputs of a run. The files that the recipe names are opened and checked before weights are read."""
 
 import os
 import platform
@@ -37,7 +37,7 @@ RUN_FILES = (
     *("status.json", "checkpoints", "model", "figures", "profile", "flight_recorder", "report.html"),
     *TRACKED,
 )
-"""The files and directories that a run writes. The option `--overwrite` removes only these from an earlier run."""
+"""The files and directories that a run writes. `--overwrite` removes only these."""
 
 NOTICES_PRINTED = "ESMSHARD_NOTICES_PRINTED"
 """If this environment variable is set, an earlier run of the same command has printed the notices on the data."""
@@ -54,7 +54,7 @@ class RunInputs:
     valid: Examples
     test: Examples
     weights: Weights
-    """The opened weight files of the base model. The weights are not read yet."""
+    """The opened weight files of the base model. Their tensors are not read yet."""
     layout: Layout
     steps: int
     """The number of optimizer steps; 0 for a probe."""
@@ -64,21 +64,21 @@ class RunInputs:
 
 
 def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.device) -> RunInputs:
-    """Open and check all files that a recipe names. Raise an error for every mistake that can be found before training.
+    """Open and check all files that a recipe names. Raise every error that can be detected before training.
 
-    `processes` processes train together, `per_machine` of them on each machine, each with a device like `device`.
+    `processes` processes train together, `per_machine` of them on each machine. All have a device like `device`.
     """
     check_installed(recipe.track)
     if recipe.model.quantize is not None:
         lora.check_quantization(device)
     probe = recipe.adapt.method == "probe"
-    precision = "fp32" if probe else precision_on(device, recipe.parallel.precision)  # scikit-learn fits fp32 numbers
+    precision = "fp32" if probe else precision_on(device, recipe.parallel.precision)  # scikit-learn fits in fp32
     laid_out = layout(recipe.parallel, processes, per_machine, precision)
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
-        raise UsageError("adapt.method probe: is fitted in one process; run it with --nproc 1 and without cpu_offload")
+        raise UsageError("adapt.method probe: the head is fitted in one process; use --nproc 1 and no cpu_offload")
     as_written = recipe
     recipe, task, (train, valid, test) = _open_splits(as_written, laid_out.data_size)
-    base = initial_weights(recipe)  # after all checks of the data, since this may download weights for a long time
+    base = initial_weights(recipe)  # after all data checks, because a download may take long
     quantize, config = recipe.model.quantize, base.config
     check_tensor(laid_out.tensor, n_heads=config.n_heads, ffn_width=config.ffn_width, quantized=quantize is not None)
     if any(linker_of(split.store.manifest) is not None for split in (train, valid, test)):
@@ -98,8 +98,9 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
 
 
 def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Examples, Examples, Examples]]:
-    """Open and check the train, valid and test splits. Return the recipe with all batch sizes in tokens, the task with
-    the labels of the training split, and the splits. `processes`: the number of ranks with different records.
+    """Open and check the train, valid and test splits. `processes` is the number of ranks with different records.
+
+    Returns the recipe with all batch sizes in tokens, the task with the facts from the training labels, and the splits.
     """
     task = new_task(recipe.task, {})
     tracks = tracks_of(recipe)
@@ -124,28 +125,27 @@ def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Ex
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
     """Raise `UsageError` if a run may not write to the directory `out`. No file is changed.
 
-    A run may not replace files of RUN_FILES without the `status.json` or lock of a run. Unless `overwrite` is true or
-    the run resumes in `out`, the directory must be new or empty. If `resume` is a path, the path must exist.
+    Unless `overwrite` is true or the run resumes in `out`, the directory must be new or empty. Files in RUN_FILES must
+    belong to a run, which has a `status.json` or a lock. If `resume` is a path, it must exist.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
-    goes_on = resume == "auto"
-    if resume is not None and not goes_on:
+    is_resumed = resume == "auto"
+    if resume is not None and not is_resumed:
         if not Path(resume).is_dir():
             raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
-        goes_on = Path(resume).resolve().is_relative_to(out.resolve())
-    if not goes_on and not overwrite and out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
+        is_resumed = Path(resume).resolve().is_relative_to(out.resolve())
+    if not is_resumed and not overwrite and out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
     names = [name for name in RUN_FILES if os.path.lexists(out / name)]
     if names and holder(out) is None and read_status(out) is None:
         raise UsageError(
-            f"{out}: holds {', '.join(names)}, which no run left there, so nothing is removed; choose another "
-            "directory with out=DIR"
+            f"{out}: contains {', '.join(names)}, which esmshard did not write; choose another directory with out=DIR"
         )
 
 
 def describe(job: RunInputs, processes: int) -> str:
-    """Return the lines of text that the option `--dry-run` prints about a run of `processes` processes."""
+    """Return the text that `--dry-run` prints about a run with `processes` processes."""
     recipe, config = job.recipe, job.weights.config
     total = int(job.train.tokens.sum())
     per_epoch = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
@@ -165,7 +165,7 @@ def describe(job: RunInputs, processes: int) -> str:
 
 
 def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
-    """Return the versions of packages, and facts on the machine and the device, for the file `versions.json`."""
+    """Return package versions and facts about the machine and the device for the file `versions.json`."""
     packages = ["esmshard", "torch", "numpy", "safetensors", "scikit-learn", "biopython"]
     packages += ["bitsandbytes"] if recipe.model.quantize is not None else []
     facts: dict[str, Any] = {name: version(name) for name in packages}
@@ -176,9 +176,7 @@ def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
 
 
 def provenance(job: RunInputs) -> dict[str, Any]:
-    """Return facts on each split, by its name: path, number of records and residues, sha256 of residues and tracks,
-    and notices on records and labels that were changed, averaged or left out.
-    """
+    """Return facts about each split by its name: path, size, sha256 of residues and tracks, and notices on changes."""
     return {
         split.name: {
             "path": str(split.path),
@@ -192,8 +190,8 @@ def provenance(job: RunInputs) -> dict[str, Any]:
 
 
 def leakage_notices(job: RunInputs) -> list[str]:
-    """Return notices on leakage: validation and test records that are equal or similar to training records, and test
-    records on which the model was trained before this run. Of large data a sample is compared.
+    """Return notices on validation and test records that are equal or similar to training records, and on test
+    records that the starting model was trained on. Of large data a sample is compared.
     """
     try:
         splits = (job.train, job.valid, job.test)
@@ -210,16 +208,14 @@ def leakage_notices(job: RunInputs) -> list[str]:
             shared = check(train, {"valid": valid, "test": test}, most=20_000_000).notices()
         trained_on = weights.record_of(job.weights.files).get("data", {})
         if trained_on.get("train", {}).get("tokens_sha256") == job.train.digest != job.test.digest:
-            return shared  # the fine-tuned model was itself trained on the training set of this run
+            return shared  # the starting model was trained on the same training set
         return shared + seen_before(str(job.weights.source), trained_on, None, job.test)[0]
-    except Exception as error:  # the comparison only informs, and must not end the run
+    except Exception as error:  # a failed comparison must not end the run
         return [f"leakage: could not be checked ({error})"]
 
 
 def seen_in_training(job: RunInputs) -> int:
-    """Count the test records whose sequence is a training sequence of this run. If the test set is the training set of
-    the starting model, return the number of all test records.
-    """
+    """Count the test records that are training sequences; all if the starting model was trained on this test set."""
     before = weights.record_of(job.weights.files).get("data", {})
     if job.test.digest == before.get("train", {}).get("tokens_sha256"):
         return len(job.test)
@@ -227,18 +223,18 @@ def seen_in_training(job: RunInputs) -> int:
 
 
 def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
-    """Return notices on what was changed or left out in data and weights. With `leakage`, add `leakage_notices`."""
-    of_data: list[str] = []
+    """Return notices on changed or omitted data and on the weights. With `leakage`, add `leakage_notices`."""
+    data_notices: list[str] = []
     for split in (job.train, job.valid, job.test):
         for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
-            of_data.append(notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}")
+            data_notices.append(notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}")
     if longer := int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0:
-        of_data.append(
+        data_notices.append(
             f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "
-            f"({job.recipe.batch.global_tokens:,}): each has a step to itself, which is as large as the record"
+            f"({job.recipe.batch.global_tokens:,}): each of them is the only record in its step"
         )
     with torch.device("meta"):
         uses_lm_head = isinstance(job.task.head(job.weights.config), LanguageModelHead)
     lacking = job.weights.lacking("lm_head") if uses_lm_head else []
     shared = leakage_notices(job) if leakage else []
-    return [*dict.fromkeys(of_data), *lacking, *job.weights.notices, *shared]
+    return [*dict.fromkeys(data_notices), *lacking, *job.weights.notices, *shared]

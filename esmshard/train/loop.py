@@ -42,7 +42,7 @@ from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 
 USABLE = 0.9
-"""The share of the free memory that a run plans to use. The allocator's gaps and other programs take the rest."""
+"""The share of the free memory that a run plans to use. The rest is for the allocator's gaps and for other programs."""
 
 
 def train(
@@ -57,20 +57,11 @@ def train(
 ) -> FineTuner:
     """Train until the last step of the recipe, or until early stopping. All ranks call this function together.
 
-    Returns the trained model, without the memory of the optimizer.
+    Returns the trained model. The memory of the optimizer is free again. Raises `Preempted` if the run was asked to
+    stop; all finished steps are then saved.
 
-    Args:
-        job: the prepared run.
-        start: the checkpoint to continue from; None for a new run.
-        starting: all processes of the run, which wait for each other up to the time-out of the start.
-        ranks: the same processes, which wait for each other up to the time-out of a step.
-        control: the side channel over which each rank reports its activity.
-        preemption: the requests to stop that this process has received.
-        attempt: the writer of the lock, status and metrics of this attempt.
-        profile: the number of steps to record with torch's profiler.
-
-    Raises:
-        Preempted: the run was asked to stop. All finished steps are saved.
+    `start` is the checkpoint to continue from, or None. `starting` has the time-out for the start of a run, `ranks` the
+    time-out for a step. `profile` is the number of steps to record with torch's profiler.
     """
     ranks = replace(ranks, together=job.layout.together)
     training = Training(job, start, replace(starting, together=job.layout.together), control, preemption, attempt)
@@ -92,8 +83,8 @@ def train(
         for step in range(state.step, job.steps):
             if training.is_enough:
                 if ranks.is_first:
-                    best = f"that of step {state.best['step']}" if state.best else "undefined"
-                    say(f"stopped after step {step}: {state.stale} validations in a row were no better than {best}")
+                    best = f"the best, after step {state.best['step']}" if state.best else "undefined"
+                    say(f"stopped after step {step}: {state.stale} validations in a row were not better than {best}")
                 break
             line = training.step(step, recording)
             training.validate_and_save(step + 1)
@@ -112,7 +103,7 @@ class TrainState:
     step: int = 0
     """The number of optimizer steps done."""
     skipped_in_a_row: int = 0
-    """How many of the last steps, in a row, changed no weight because the loss or a gradient was not finite."""
+    """The number of latest steps in a row that changed no weight, because the loss or a gradient was not finite."""
     best: dict[str, Any] | None = None
     """The step, metric and value of the best validation so far; None before the first validation with a value."""
     stale: int = 0
@@ -122,15 +113,15 @@ class TrainState:
     validation: str = ""
     """The result of the last validation as a short text, for the progress line."""
     asked: int = 0
-    """The reason to stop, on which all ranks agreed after the last step; 0 if the run goes on."""
-    of_validation: Mapping[str, Any] = field(default_factory=dict)
-    """What `Task.calibrate` returned for the last validation. A checkpoint stores this among the facts of the task."""
+    """The reason to stop that all ranks agreed on after the last step; 0 if the run goes on."""
+    calibration: Mapping[str, Any] = field(default_factory=dict)
+    """The result of `Task.calibrate` for the last validation. A checkpoint stores it among the facts of the task."""
 
 
 class Training:
-    """The training of one attempt at a run: the model over the ranks, its optimizer, and all else that a step needs.
+    """One attempt to train: the model over the ranks, its optimizer, and all other state that a step needs.
 
-    For the arguments see the function `train`. `ranks` is the argument `starting` there.
+    For the arguments see the function `train`; `ranks` is its argument `starting`.
     """
 
     def __init__(
@@ -152,7 +143,7 @@ class Training:
         self.numbers = planner.numbers_of(self.model, weights.config, tracks=tracks, quantization=quantization)
         shard(self.model, job.layout, ranks)
         saved = sharded.read_state(start) if start is not None else None
-        # The free memory is measured before the model takes memory, because the planner counts the model, too.
+        # Measured before the model uses memory, because the planner counts the model, too.
         free = planner.free_bytes(ranks.device, processes_per_machine(ranks.size))
         self.largest_fitting = partial(largest_fitting, job, self.numbers, int(ranks.min(USABLE * free)), ranks)
         self.tokens_per_rank = self._choose_tokens_per_rank(saved)
@@ -167,10 +158,10 @@ class Training:
             state = self.state
             state.step, state.skipped_in_a_row = int(saved["step"]), saved["skipped_in_a_row"]
             state.best, state.stale = saved["best"], saved["stale"]
-            state.of_validation = {key: value for key, value in saved["facts"].items() if key not in job.task.facts}
+            state.calibration = {key: value for key, value in saved["facts"].items() if key not in job.task.facts}
             state.scale = LossScale(**saved["loss_scale"]) if state.scale else None
         self.is_validated = saved is None or saved["validated"]
-        """False if the run stopped before a validation that was due at the loaded checkpoint."""
+        """False if a validation was due at the loaded checkpoint, and the run stopped before it."""
         self.recipe = resolved(job, self.tokens_per_rank)
         """The recipe of the run, with the values that were chosen on this machine."""
         self.facts: dict[str, Any] = {
@@ -184,8 +175,8 @@ class Training:
             "unlearned": [part for part in weights.unlearned if part != "lm_head" or not self.model.asks_logits],
             "base": None,
         }
-        """The entries of a checkpoint's `state.json` that no step changes."""
-        if ranks.is_first and trained_only:  # a checkpoint holds only the trained part, and names the base model
+        """The entries of a checkpoint's `state.json` that stay the same in all steps."""
+        if ranks.is_first and trained_only:  # such a checkpoint has only the trained part, and names the base model
             self.facts["base"] = saved["base"] if saved else identity(weights, recipe.model.name)
         is_gpu, in_background = ranks.device.type == "cuda", recipe.checkpoint.async_save
         sheet = data_sheet(torch.cuda.get_device_name(ranks.device)) if is_gpu else None
@@ -196,11 +187,11 @@ class Training:
         self.plan = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed)
 
     def _choose_tokens_per_rank(self, saved: Mapping[str, Any] | None) -> int:
-        """Return the maximum number of tokens of a micro-batch: the recipe's `batch.tokens_per_rank`. For `auto`,
-        return the number in the checkpoint if the layout is unchanged, otherwise the number that fits into memory.
-        `saved` is the content of the checkpoint's `state.json`.
+        """Return `batch.tokens_per_rank`, the maximum number of tokens in a micro-batch.
 
-        Another number changes the order in which gradients are summed, so results agree only up to rounding.
+        For `auto`, return the number in the checkpoint (`saved` is its `state.json`) if the layout is unchanged,
+        otherwise the number that fits into memory. Another number changes the order of summation, and results by
+        rounding errors.
         """
         job, ranks = self.job, self.ranks
         asked = job.recipe.batch.tokens_per_rank
@@ -220,7 +211,7 @@ class Training:
         return max(fits, longest)
 
     def _fill(self, *, is_new: bool) -> None:
-        """Read the weights of the base model into the shards. For a new run with a probe, fit the task head."""
+        """Read the base weights into the shards. For a new run with a probe, fit the task head."""
         job, model, ranks = self.job, self.model, self.ranks
         self.control.note("reading weights")
         head, message = new_head(job.recipe, job.task, job.weights)
@@ -236,7 +227,7 @@ class Training:
         model.train()
 
     def out_of_memory_advice(self) -> str:
-        """Return advice for an out-of-memory error in a step: settings that `--resume auto` allows to change."""
+        """Return advice for an out-of-memory error in a step. `--resume auto` accepts the settings in the advice."""
         recipe, longest = self.job.recipe, int(self.job.train.tokens.max())
         tokens = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
         fits = self.largest_fitting()
@@ -250,7 +241,7 @@ class Training:
         return f"micro-batches of {tokens} tokens do not fit; {fix}"
 
     def share_of(self, step: int) -> tuple[int, int, list[MicroBatch]]:
-        """Return the epoch of a step, the number of records of all ranks in it, and the micro-batches of this rank."""
+        """Return the epoch of a step, its number of records on all ranks, and the micro-batches of this rank."""
         epoch, records = self.plan.step(step)
         data_rank, data_size = self.ranks.data_rank, self.ranks.data_size
         if self.job.recipe.task.whole_steps:
@@ -259,10 +250,9 @@ class Training:
         return epoch, len(records), mine
 
     def catch_up(self, start: Path | None) -> None:
-        """Do the validation that a stopped run has left out. Validate and save a new probe, which takes no steps.
+        """Do the validation that a stopped run left out. Validate and save a new probe, which takes no steps.
 
-        Raises:
-            Preempted: the run was asked to stop. The step of the checkpoint stays saved.
+        Raises `Preempted` if the run is asked to stop.
         """
         state, recipe = self.state, self.job.recipe
         if start is not None and not self.is_validated:
@@ -283,9 +273,7 @@ class Training:
         return patience is not None and self.state.stale >= patience
 
     def step(self, step: int, recording: Callable[[], str | None]) -> dict[str, Any]:
-        """Take optimizer step number `step`, counted from 0, and return its line for metrics.jsonl. The function
-        `recording` ends the step for torch's profiler, see `profiled`.
-        """
+        """Take step number `step`, counted from 0. Return its line for metrics.jsonl. `recording`: see `profiled`."""
         job, recipe, ranks, state = self.job, self.job.recipe, self.ranks, self.state
         share = schedule(step, job.steps, recipe.optim.warmup, recipe.optim.schedule)
         set_learning_rate(self.optimizer, share)
@@ -329,15 +317,11 @@ class Training:
         return line
 
     def validate_and_save(self, step: int) -> None:
-        """Validate and save after a step, each if it is due, and stop if the run was asked to stop.
-
-        Raises:
-            Preempted: the run was asked to stop. The steps up to this step are saved.
-        """
+        """Validate and save after a step, if due. If the run was asked to stop, save and raise `Preempted`."""
         job, recipe, state = self.job, self.job.recipe, self.state
         is_better, last = None, step == job.steps
         due = last or step % job.eval_every == 0
-        if due and not state.asked:  # a run that was asked to stop only saves, and validates when it continues
+        if due and not state.asked:  # a stopped run validates when it continues
             is_better = self.validate(step)
             state.asked = self._asked_anywhere() if is_better is None else 0
         is_best = bool(is_better) and recipe.keeps_best
@@ -351,9 +335,7 @@ class Training:
             )
 
     def validate(self, step: int) -> bool | None:
-        """Score the validation split, and return whether the headline metric is the best so far. Return None if the run
-        was asked to stop before the end of the validation.
-        """
+        """Score the validation split. Return whether the headline metric is the best so far; None if asked to stop."""
         self.control.note("validating")
         task, state = self.job.task, self.state
         data, tokens = self.job.valid, self.tokens_per_rank
@@ -361,7 +343,7 @@ class Training:
         if scored is None:
             return None
         loss, rows = scored
-        metrics, state.of_validation = task.summary(rows), task.calibrate(rows)
+        metrics, state.calibration = task.summary(rows), task.calibrate(rows)
         values = {metric: metrics[metric] for metric in task.columns if metric in metrics}
         self.attempt.write(step=step, split="valid", loss=loss, **values)
         headline, value = task.columns[0], metrics[task.columns[0]]
@@ -374,7 +356,7 @@ class Training:
         return True
 
     def save(self, step: int, *, validated: bool, is_best: bool) -> None:
-        """Write a checkpoint after `step` steps. `validated` is false if a validation was due and was not done."""
+        """Write a checkpoint after `step` steps. `validated` is false if a validation was due but not done."""
         self.control.note("saving a checkpoint")
         self.attempt.check()
         began, state = time.perf_counter(), self.state
@@ -385,7 +367,7 @@ class Training:
             "skipped_in_a_row": state.skipped_in_a_row,
             "stale": state.stale,
             "validated": validated,
-            "facts": {**self.facts["facts"], **state.of_validation},
+            "facts": {**self.facts["facts"], **state.calibration},
         }
         self.saver.save(step, tensors, self.facts | changing, is_best)
         self.attempt.write(event="checkpoint", step=step, stall_s=round(time.perf_counter() - began, 4))
@@ -409,7 +391,7 @@ def advice_if_out_of_memory(advice: str | Callable[[], str]) -> Iterator[None]:
 def _work(
     mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: planner.ModelNumbers
 ) -> tuple[int, float]:
-    """Return the number of residues in this rank's micro-batches of a step, and the FLOPs to train on them."""
+    """Return the number of residues that this rank trains on in a step, and the FLOPs for them."""
     mine_N = tokens_N[[n for micro in mine if not micro.is_dummy for n in micro.records]].astype(np.int64)
     tokens = int(mine_N.sum())
     attended = float((mine_N**2).sum()) / max(tokens, 1)
@@ -417,17 +399,14 @@ def _work(
 
 
 def _memory_keys(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings of the section `parallel` on which memory use depends, except the precision: a resumed run
-    has the same precision.
-    """
+    """Return the settings in `parallel` that affect memory use. A resumed run cannot change the precision."""
     return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
 
 
 def largest_fitting(job: RunInputs, numbers: planner.ModelNumbers, room: int, ranks: World) -> int:
-    """Return the largest `batch.tokens_per_rank` that fits by the planner; 0 if the longest record does not fit.
+    """Return the largest `batch.tokens_per_rank` that fits into memory; 0 if the longest record does not fit.
 
-    `numbers` are the sizes of the model with its task head. `room` is the memory, in bytes, that the run may use on the
-    rank with the least memory, for weights and all else.
+    `room` is the memory, in bytes, for weights and all else on the rank with the least memory.
     """
     kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     device = kernels[kernel_name(ranks.device, DTYPES[job.layout.precision])]

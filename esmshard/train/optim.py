@@ -1,4 +1,4 @@
-"""AdamW with its parameter groups and learning rates, and its state by names that do not depend on the sharding."""
+"""AdamW with its parameter groups and learning rates. The names of its state do not depend on the sharding."""
 
 import math
 from typing import Literal
@@ -11,10 +11,10 @@ from esmshard.recipe.sections import OptimSettings
 
 
 def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
-    """Create AdamW for the trainable parameters of a model. Call this after the function `materialise`.
+    """Create AdamW for the trainable parameters of a model. Call this after `materialise`.
 
-    There are at most four parameter groups. The trunk (with its LoRA) and the task head have different learning rates.
-    Biases, norms and embeddings have no weight decay. The key `peak` of a group holds its maximum learning rate.
+    The trunk (with its LoRA) and the task head have different learning rates. Biases, norms and embeddings have no
+    weight decay. The key `peak` of a parameter group is its maximum learning rate.
     """
     plain = {
         id(p)
@@ -43,7 +43,7 @@ def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
 
 
 def schedule(step: int, steps: int, warmup: float, kind: Literal["cosine", "linear", "constant"]) -> float:
-    """Return the share of the peak learning rate at a step, counted from 0: linear warm-up, then decay or constant.
+    """Return the share of the peak learning rate at a step, counted from 0. It rises linearly, then decays or stays.
 
     The decay would reach 0 one step after the last step, so the last step still changes the weights.
 
@@ -60,13 +60,13 @@ def schedule(step: int, steps: int, warmup: float, kind: Literal["cosine", "line
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, share: float) -> None:
-    """Set the learning rate of every parameter group to `share` times the group's maximum (`peak`)."""
+    """Set the learning rate of each parameter group to `share` times its maximum (`peak`)."""
     for group in optimizer.param_groups:
         group["lr"] = share * group["peak"]
 
 
 def model_tensors(model: nn.Module, *, trained_only: bool = False) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers of a model, by names such as `model.NAME`. For the argument see `state_tensors`."""
+    """Return a model's parameters and buffers by names such as `model.NAME`. For `trained_only` see `state_tensors`."""
     reshard(model)
     tensors = {f"model.{name}": p.data for name, p in model.named_parameters() if p.requires_grad or not trained_only}
     buffers = {f"model.{name}": b for name, b in model.named_buffers() if name.startswith("head.") or not trained_only}
@@ -76,16 +76,11 @@ def model_tensors(model: nn.Module, *, trained_only: bool = False) -> dict[str, 
 def state_tensors(
     model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Return weights and optimizer state by names such as `model.NAME` and `optim.NAME.exp_avg`, and not as copies.
+    """Return weights and optimizer state, without a copy, by names such as `model.NAME` and `optim.NAME.exp_avg`.
 
-    If the optimizer has no state yet, this function creates the state as zeros, so that a checkpoint can be loaded into
-    it. A tied weight, which two modules share, has one entry.
-
-    Args:
-        model: the model; its task head is named `head`.
-        optimizer: the optimizer over the model's trainable parameters.
-        trained_only: leave out frozen parameters, and buffers outside the head, because the module
-            `esmshard.model.weights` can read these from the base model.
+    Missing optimizer state is created as zeros, so that a checkpoint can be loaded into it. A tied weight, which two
+    modules share, has one entry. With `trained_only`, leave out what the base model has: frozen parameters, and buffers
+    outside the head (`head.`).
     """
     tensors = model_tensors(model, trained_only=trained_only)
     weights = {id(p): name for name, p in model.named_parameters()}

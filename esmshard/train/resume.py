@@ -1,4 +1,4 @@
-"""The start of a run: from the beginning, or from a checkpoint of the same recipe and data."""
+"""The start of a run: from the first step, or from a checkpoint of the same recipe and data."""
 
 import os
 import shutil
@@ -33,16 +33,15 @@ _FREE = (
 def starting_point(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint to continue from. For a new run, remove old files from the directory and return None.
 
-    Call this on the rank that holds the lock of the directory. Checkpoints of later steps than the returned checkpoint
-    are renamed. If `resume` is `auto`, these are damaged, and the next save removes them. Otherwise they stay on the
-    disk under their new names. For arguments and errors see `check_start`.
+    The rank that holds the lock of the directory calls this. Later checkpoints than the returned one are renamed. For
+    arguments and errors see `check_start`.
     """
     directory = job.out / "checkpoints"
     if resume is not None:
         manifest.sweep(directory)
     start = check_start(job, resume)
     if start is None:
-        # A run that was killed before its first checkpoint begins again. METRICS keeps the time used so far.
+        # A run that was killed before its first checkpoint begins again, and METRICS counts the time it used.
         for path in (job.out / name for name in RUN_FILES if resume != "auto" or name not in (METRICS, *TRACKED)):
             if path.is_dir():
                 shutil.rmtree(path)
@@ -52,20 +51,18 @@ def starting_point(job: RunInputs, resume: str | None) -> Path | None:
         for later in manifest.named(directory):
             if (manifest.step_of(later) or 0) > (manifest.step_of(start) or 0):
                 aside = manifest.set_aside(later, "damaged" if resume == "auto" else "abandoned")
-                say(f"{later}: set aside as {aside.name}, as the run goes on from {start.name}")
+                say(f"{later}: set aside as {aside.name}, because the run goes on from {start.name}")
     return start
 
 
 def check_start(job: RunInputs, resume: str | None) -> Path | None:
     """Return the checkpoint from which a run continues; None for a new start. No file is changed.
 
-    Args:
-        job: the prepared run, after a call of `check_out`.
-        resume: `auto`, the path of a run or a checkpoint, or None for a new start.
+    `resume` is `auto`, the path of a run or checkpoint, or None. Call `check_out` first.
 
     Raises:
-        InputError: if every checkpoint is damaged, or the base model has changed.
-        UsageError: if the checkpoint has another recipe or other data, or only a finished model is left.
+        InputError: every checkpoint is damaged, or the base model has changed.
+        UsageError: the checkpoint has another recipe or other data, or only a finished model is left.
     """
     if resume is None:
         return None
@@ -95,13 +92,10 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
 
 
 def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return the history of a run: an entry for each change of the planned number of steps or of the kind of device.
-    `after` is the number of steps done before the change.
+    """Return one entry for each change in the planned number of steps or in the kind of device.
 
-    Args:
-        saved: the content of `state.json` of the checkpoint from which the run continues; None for a new run.
-        steps: the number of steps in the present recipe.
-        device: the present device.
+    `after` is the number of steps before the change. `saved` is the `state.json` of the checkpoint to continue from, or
+    None for a new run. `steps` and `device` are the present values.
 
     >>> history({"step": 30, "history": [{"after": 0, "steps": 30, "device": "cpu"}]}, 60, torch.device("cpu"))
     [{'after': 0, 'steps': 30, 'device': 'cpu'}, {'after': 30, 'steps': 60, 'device': 'cpu'}]
@@ -113,7 +107,7 @@ def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -
 
 
 def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
-    """Return the recipe of a run with the values that were chosen on this machine, as it is saved with the results."""
+    """Return the run's recipe with the values that were chosen on this machine. It is saved with the results."""
     batch = job.recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
     parallel = job.recipe.parallel.model_copy(update={"precision": job.layout.precision})
     train = job.recipe.train.model_copy(update={"steps": job.steps or None, "epochs": None})
@@ -121,8 +115,9 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
 
 
 def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World, history: Sequence[Mapping[str, Any]]) -> None:
-    """Write `recipe.yaml` and `versions.json`, and print notices on data and weights. One rank calls this, after `done`
-    optimizer steps. In a trial of a sweep nothing is printed on the data, because the sweep has printed it once.
+    """Write `recipe.yaml` and `versions.json`, and print notices on data and weights.
+
+    One rank calls this, after `done` optimizer steps. A trial of a sweep prints no notices, because the sweep has.
     """
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(job.recipe, ranks.device), "processes": ranks.size, "data": provenance(job)}

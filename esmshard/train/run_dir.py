@@ -32,10 +32,8 @@ from esmshard.train.tracking import Tracking
 
 LOCK, STATUS, METRICS = "lock.json", "status.json", "metrics.jsonl"
 SWEEP = "sweep.json"
-"""The name of the file with the state of a sweep (`esmshard.train.search`)."""
-
 TAIL = 1 << 18
-"""The number of bytes at the end of metrics.jsonl that are read for the last step. With 64 ranks a line has 5 KB."""
+"""The number of bytes at the end of metrics.jsonl that are read for the last step. A line for 64 ranks has 5 KB."""
 
 State = Literal["running", "preempted", "done", "failed"]
 EXIT_CODES: Mapping[State, int] = {
@@ -44,27 +42,25 @@ EXIT_CODES: Mapping[State, int] = {
     "preempted": ExitCode.REQUEUE,
     "done": ExitCode.DONE,
 }
-"""The exit code of `esmshard status` for each state. The joint state of several runs is the first of these states
-that any of the runs has."""
+"""The exit code of `esmshard status` for each state. Several runs have the first of these states that any run has."""
 
 
 class Holder(BaseModel):
-    """The content of the file `lock.json`: the process that holds the lock of a run directory and writes to it."""
+    """The content of `lock.json`: the process that holds the lock of a run directory and writes to the directory."""
 
     host: str
     namespace: str
-    """Two ids in one text: of the machine's last boot, and of the namespace of processes (one for each container)."""
+    """The id of the machine's last boot and the id of the process namespace (one for each container)."""
     pid: int
     process_start: str | None
-    """The start of the process; see the function `process_start`."""
     job: str | None
-    """The scheduler's id of the job, which stays the same when the job is restarted; see `job_id`."""
+    """The scheduler's id of the job, which a restart does not change; see `job_id`."""
     since: str
-    """The local time at which the process took the lock, as text for users."""
+    """The local time at which the process took the lock, for users to read."""
 
     @classmethod
     def here(cls) -> "Holder":
-        """Return a `Holder` that describes this process."""
+        """Return a `Holder` for this process."""
         return cls(
             host=socket.gethostname(),
             namespace=_namespace(),
@@ -76,7 +72,7 @@ class Holder(BaseModel):
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process still runs; None if this machine cannot see that, as for a process on another machine."""
+        """Whether the process still runs; None if this machine cannot see it, as on another machine."""
         if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
         start = process_start(self.pid)
@@ -88,18 +84,14 @@ class Holder(BaseModel):
 
 
 class Lock:
-    """The lock of a run directory, which is held in a `with` block.
+    """The lock of a run directory, which is held in a `with` block and creates the directory.
 
     The lock is a file that is created exclusively (`O_EXCL`). NFS and Lustre support this even if file locks are
     switched off. A killed run leaves its lock. The next run takes the lock over if the process is gone from this
-    machine, or if the same job of a scheduler took the lock. For a process on another machine, the user decides.
+    machine, or if both runs are the same job of a scheduler. With `take_over`, it also takes the lock of a process on
+    another machine.
 
-    Args:
-        out: the run directory, which is created if it does not exist.
-        take_over: take the lock even of a run that may still live on another machine (option `--take-over`).
-
-    Raises:
-        InputError: at the start of the block, if another run holds the directory or the directory is not writable.
+    The block raises `InputError` at its start if another run holds the directory or the directory is not writable.
     """
 
     def __init__(self, out: Path, *, take_over: bool = False) -> None:
@@ -124,18 +116,18 @@ class Lock:
             ) from None
 
     def __exit__(self, *_: object) -> None:
-        with suppress(InputError, OSError):  # if the lock stays, the next run sees that the process is gone
+        with suppress(InputError, OSError):  # the next run sees that the process is gone
             self.check()
             self._path.unlink()
 
     def check(self) -> None:
-        """Raise `InputError` if another run has taken the lock over, or somebody has removed the lock."""
+        """Raise `InputError` if another run has taken the lock over, or if the lock was removed."""
         try:
             if self._path.read_text(encoding="utf-8", errors="replace") == self._text:
                 return
         except FileNotFoundError:
             pass
-        except OSError:  # the directory cannot be read now, so nothing can be saved there either
+        except OSError:  # an unreadable directory cannot be written to, either
             return
         raise InputError(
             f"{self._path}: another run took over ({holder(self._out) or 'the lock was removed'}); this run stops "
@@ -143,12 +135,12 @@ class Lock:
         )
 
     def _make_room(self) -> None:
-        """Remove the lock of a run that has ended. Raise `InputError` if the run that holds the lock may still live."""
+        """Remove the lock of a run that has ended. Raise `InputError` if the run may still live."""
         try:
             text, age = self._path.read_bytes(), time.time() - self._path.stat().st_mtime
         except FileNotFoundError:
             return
-        if not text and 0 <= age < 2:  # the file was just created, and is about to get its content
+        if not text and 0 <= age < 2:  # the file was just created, and is still empty
             time.sleep(0.05)
             return
         held = _parsed(text)
@@ -176,7 +168,7 @@ class Lock:
 
 
 def holder(out: Path) -> Holder | None:
-    """Return the holder of the lock of a run directory; None if there is no lock, or the lock file is damaged."""
+    """Return the holder of the lock of a run directory; None if there is no lock, or if the lock file is damaged."""
     try:
         return _parsed((out / LOCK).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -184,7 +176,7 @@ def holder(out: Path) -> Holder | None:
 
 
 def abandoned(out: Path) -> bool:
-    """Whether no run holds a directory: there is no lock, or the process of the lock is gone from this machine."""
+    """Whether no run holds a directory: the directory has no lock, or the lock's process is gone from this machine."""
     held = holder(out)
     return not (out / LOCK).exists() if held is None else held.lives is False
 
@@ -197,8 +189,9 @@ def _parsed(text: bytes) -> Holder | None:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start time of a process, in clock ticks of the kernel. A later process with the same id has another
-    start time. Return an empty text if the system does not show the start, and None if the process has ended.
+    """Return the start time of a process in clock ticks of the kernel, which tells apart processes with the same id.
+
+    Returns an empty text if the system does not show the start, and None if the process has ended.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -217,8 +210,7 @@ def _namespace() -> str:
 
 
 def job_id(environ: Mapping[str, str] = os.environ) -> str | None:
-    """Return the id of the job of a scheduler or launcher in which this process runs; None outside of such a job. A
-    restart of the job does not change the id.
+    """Return the id of the job of a scheduler or launcher that contains this process, or None. Restarts keep the id.
 
     >>> job_id({"SLURM_JOB_ID": "812", "SLURM_ARRAY_JOB_ID": "810", "SLURM_ARRAY_TASK_ID": "2"})
     '810_2'
@@ -236,20 +228,17 @@ class Status(TypedDict):
 
     state: State
     step: int
-    """The number of optimizer steps done."""
     steps: int
-    """The number of optimizer steps in the recipe."""
+    """The number of optimizer steps in the recipe; `step` is the number of steps done."""
     attempt: int
-    """The number of attempts at this run so far."""
     exit_code: int | None
-    """The exit code of the command; None while the command runs. torchrun returns 0 if the command returns 75."""
+    """The exit code of the command; None while it runs. torchrun returns 0 if the command returns 75."""
     message: str
     checkpoint: str | None
     """The name of the newest complete checkpoint, such as `step_000100`; None before the first checkpoint."""
     started: float
-    """The time at which the command of this attempt began, in seconds since 1970."""
+    """The start time of this attempt's command, in seconds since 1970."""
     job: str | None
-    """The id of the job of the scheduler or launcher; see the function `job_id`."""
     host: str
     updated: float
 
@@ -257,12 +246,12 @@ class Status(TypedDict):
 def read_status(out: Path) -> Status | None:
     """Return the status of the run in a directory; None if no run began there.
 
-    A killed run cannot write its last state. If `status.json` says `running`, and the directory has no lock or the
-    process of the lock is gone from this machine, the state is `failed`. A run on another machine stays `running`.
+    A killed run cannot write its last state. If `status.json` says `running` and no run holds the directory
+    (`abandoned`), the returned state is `failed`. A run on another machine stays `running`.
     """
     status = _status_as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out):
-        message = f"the run ended without a message after step {status['step']}; go on with --resume auto"
+        message = f"the run ended without a message after step {status['step']}; continue with --resume auto"
         return {**status, "state": "failed", "message": message}
     return status
 
@@ -276,18 +265,16 @@ def _status_as_written(out: Path) -> Status | None:
 
 
 def begun_by_this_job(out: Path) -> bool:
-    """Whether this job, perhaps before a restart, began the run in a directory."""
+    """Whether this job began the run in a directory, perhaps before a restart of the job."""
     status = _status_as_written(out)
     return status is not None and status["job"] is not None and status["job"] == job_id()
 
 
 def last_word(out: Path, code: int) -> str:
-    """Return a sentence on why a run is not done. `code` is the exit code of its processes. If these processes were
-    killed before they could change the state `running` in `status.json`, write the state `failed`.
-    """
+    """Say why a run is not done, with its exit `code`. If it was killed, replace the state `running` by `failed`."""
     status = _status_as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out) and code != Preempted.exit_code:
-        message = "the processes were ended from outside; continue with --resume auto"
+        message = "the processes were killed; continue with --resume auto"
         status |= {"state": "failed", "exit_code": code, "message": message, "updated": time.time()}
         replace_json(out / STATUS, status)
     if status is None or status["exit_code"] != code:  # the processes ended before they opened the directory of the run
@@ -298,13 +285,9 @@ def last_word(out: Path, code: int) -> str:
 class Attempt:
     """The writer of the lock, `metrics.jsonl` and `status.json` of one attempt at a run. Only the first rank writes.
 
-    Use it as `with Attempt(...) as attempt:` around the whole run. If an error ends the run, the last line of
-    `metrics.jsonl` and the status say so, unless the command was refused and an earlier run has a status.
-
-    Args:
-        out: the directory of the run.
-        started: the time at which the command began, in seconds since 1970.
-        trackers: the experiment trackers that also show the lines of `metrics.jsonl`.
+    Use it as `with Attempt(...) as attempt:` around the run. If an error ends the run, the last line of `metrics.jsonl`
+    and the status say so. A refused command leaves the status of an earlier run unchanged. `started` is the start time
+    of the command, in seconds since 1970. `trackers` also show the lines of `metrics.jsonl`.
     """
 
     def __init__(self, out: Path, started: float, trackers: Sequence[str] = ()) -> None:
@@ -318,7 +301,7 @@ class Attempt:
         return self
 
     def open(self, is_first: bool, steps: int, *, take_over: bool = False) -> None:
-        """On the first rank, take the lock of the run directory. `steps` is the number of steps in the recipe."""
+        """Take the lock of the run directory on the first rank. `steps` is the number of steps in the recipe."""
         self._steps = steps
         if is_first:
             self._lock = Lock(self._out, take_over=take_over).__enter__()
@@ -327,13 +310,13 @@ class Attempt:
                 self._step, self._number = self._before["step"], self._before["attempt"]
 
     def check(self) -> None:
-        """Raise `InputError` if another run has taken the directory over, so that this run must not write there."""
+        """Raise `InputError` if another run has taken the directory over, so this run must not write there."""
         if self._lock is not None:
             self._lock.check()
 
     def begin(self, done: int, validated: bool = True) -> None:
-        """Begin the attempt after `done` steps. Remove the lines of later steps from metrics.jsonl, because these steps
-        are taken again. If `validated` is false, the line of the validation after step `done` is removed, too.
+        """Begin the attempt after `done` steps. Remove the lines of later steps from metrics.jsonl, and with
+        `validated=False` the line of the validation after step `done`. Both are repeated.
         """
         if self._lock is None:
             return
@@ -346,7 +329,7 @@ class Attempt:
         self.report("running", "training")
 
     def write(self, **line: Any) -> None:
-        """Append a line to metrics.jsonl, with the present time, and send the line to the trackers."""
+        """Append a line with the present time to metrics.jsonl, and send the line to the trackers."""
         if self._lock is None:
             return
         line["time"] = round(time.time(), 3)
@@ -357,7 +340,7 @@ class Attempt:
         self._tracking.log(known)
 
     def step_done(self, line: Mapping[str, Any]) -> None:
-        """Append the line of an optimizer step to metrics.jsonl. After the first step also append an event."""
+        """Append the line of an optimizer step to metrics.jsonl and, after the first step, an event."""
         self.write(**line)
         self._step = int(line["step"])
         if self._first_step:
@@ -365,7 +348,7 @@ class Attempt:
             self.write(event="first_step", seconds=round(time.time() - self._started, 3))
 
     def report(self, state: State, message: str, exit_code: int | None = None) -> None:
-        """Replace status.json in one operation, so that a crash leaves the old file or the new file."""
+        """Replace status.json in one operation, so that a crash leaves the old or the new file."""
         if self._lock is None:
             return
         self._begun = True
@@ -414,7 +397,8 @@ class Attempt:
 
 
 def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]]:
-    """Yield the lines of the file metrics.jsonl of a run. With `tail`, yield only lines in its last `tail` bytes.
+    """Yield the lines of a run's metrics.jsonl; with `tail`, only lines in its last `tail` bytes.
+
     Incomplete lines, which a crash leaves, are skipped.
     """
     if not (out / METRICS).is_file():
@@ -432,26 +416,24 @@ def metrics_of(out: Path, *, tail: int | None = None) -> Iterator[dict[str, Any]
 
 
 def is_step(line: Mapping[str, Any]) -> bool:
-    """Whether a line of metrics.jsonl is about an optimizer step, and not about a validation or an event."""
+    """Whether a line of metrics.jsonl is about an optimizer step."""
     return "event" not in line and "split" not in line and "step" in line
 
 
 def cut(
     lines: Iterable[Mapping[str, Any]], done: int, validated: bool = True
 ) -> tuple[list[Mapping[str, Any]], int, float]:
-    """Return three things for a run that continues after `done` steps: the lines to keep, the number of lost steps,
-    and how many seconds these steps took.
+    """Return the lines to keep for a run that continues after `done` steps, the number of lost steps and their seconds.
 
-    Lines of later steps are removed, because these steps will be taken again. Events stay. A killed attempt gets an
-    `end` event, because its last line may be removed. If `validated` is false, the line of the validation after step
-    `done` is removed, too.
+    Lines of later steps are removed, because these steps will be repeated. Events stay. A killed attempt gets an `end`
+    event, because its last line may be removed. Unless `validated`, the validation after step `done` is removed, too.
 
     >>> cut([{"step": 1, "step_s": 2.0, "time": 12.0}, {"step": 2, "step_s": 2.5, "time": 15.0}], 1)[1:]
     (1, 2.5)
     """
     kept: list[Mapping[str, Any]] = []
     lost, seconds = 0, 0.0
-    last: float | None = None  # time of the newest line of an attempt without an `end` event
+    last: float | None = None  # the time of the newest line, if its attempt has no `end` event
     for line in [*lines, {"event": "attempt"}]:  # the attempt that begins now ends a killed attempt
         event = line.get("event")
         if event == "attempt" and last is not None:
@@ -467,16 +449,14 @@ def cut(
 
 
 def goodput(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Sum up how the time of a run was used, from the lines of its metrics.jsonl. The last attempt may still run.
+    """Sum up how a run used its time, from the lines of its metrics.jsonl. The last attempt may still run.
 
     Returns the number of `attempts`, `steps_lost`, seconds (`lost_s`, `useful_s`, `allocated_s`) and `goodput`. Goodput
-    is useful time divided by allocated time, as in Google's ML Goodput Measurement, or None without allocated time. An
-    hour of the run counts as one hour, whatever the number of processes.
+    is useful time divided by allocated time (Google's ML Goodput Measurement), or None.
 
-    - Useful time is the time of optimizer steps (`step_s`, including the wait for data) whose result was kept. Start,
-      validation, checkpoints, consolidation and repeated steps are not useful time.
+    - Useful time is the time of optimizer steps (`step_s`, with the wait for data) whose result was kept.
     - Allocated time is the time from the start of an attempt to its `end` event, or to its last line if it was killed.
-      Time between attempts, such as in a queue, is not allocated.
+      Time between attempts, such as in a queue, is not allocated. An hour counts once for all processes.
     - Lost steps are the steps after the checkpoint from which the next attempt continued.
     """
     attempts = lost = 0
@@ -505,7 +485,7 @@ def goodput(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def goodput_text(use: Mapping[str, Any]) -> str:
-    """Describe the use of a run's time in one line, such as `goodput 75%: 1m15s of 1m40s in steps that count; ...`."""
+    """Describe the use of a run's time, such as `goodput 75%: 1m15s of 1m40s in steps that count; ...`."""
     share = "unknown" if use["goodput"] is None else f"{use['goodput']:.0%}"
     attempts, lost = use["attempts"], use["steps_lost"]
     text = (
@@ -516,14 +496,11 @@ def goodput_text(use: Mapping[str, Any]) -> str:
 
 
 def standings(out: Path) -> list[dict[str, Any]]:
-    """Return a list with the state of the run or sweep in a directory, or of all runs in its subdirectories by name.
+    """Return the state of the run or sweep in a directory, or the states of all runs in its subdirectories.
 
-    A state has the entries of `status.json`, corrected for newer steps and for a killed run. A state also has `run`
-    (the path), `unit` (what `step` and `steps` count), `holder` (who holds the lock), and `last_seen` (the time of the
-    last change of the files, if there is a holder). The state of a sweep has fewer entries.
-
-    Raises:
-        UsageError: if no run has begun in the directory.
+    A state has the entries of `status.json`, corrected for newer steps and for a killed run. It also has `run` (the
+    path), `unit` (what `step` and `steps` count), `holder` (of the lock) and, with a holder, `last_seen` (the time of
+    the last change). The state of a sweep has fewer entries. Raises `UsageError` if no run has begun in the directory.
     """
     if (out / SWEEP).is_file():
         return [_of_sweep(out)]
@@ -540,7 +517,6 @@ def standings(out: Path) -> list[dict[str, Any]]:
 
 
 def _of_sweep(out: Path) -> dict[str, Any]:
-    """Return the state of the sweep in a directory. Its entries `step` and `steps` count trials."""
     sweep = read_json(out / SWEEP)
     held = next((path.parent for path in out.glob(f"*/**/{LOCK}") if not abandoned(path.parent)), None)
     state: State = sweep["state"] if sweep["state"] in ("done", "failed") else "running" if held else "preempted"
@@ -561,12 +537,12 @@ def _seen(held: Holder | None, *files: Path) -> dict[str, Any]:
 
 
 def joint_state(runs: Sequence[Mapping[str, Any]]) -> State:
-    """Return the joint state of several runs: the first state in EXIT_CODES that any of the runs has."""
+    """Return the joint state of several runs: the first state in EXIT_CODES that any run has."""
     return next(state for state in EXIT_CODES if any(run["state"] == state for run in runs))
 
 
 def status_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Format states from `standings` as text, with a line for each run. A single run has further lines."""
+    """Format states from `standings`, with one line for each run. A single run has further lines."""
     lines = []
     for run in runs:
         when = f", last seen {duration(time.time() - run['last_seen'])} ago" if run["last_seen"] else ""

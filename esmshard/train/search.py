@@ -1,9 +1,8 @@
-"""The search for the best settings of a recipe with Optuna (`esmshard finetune --sweep`). Each trial is a run with its
-own processes. The result is `best.yaml`, the recipe with the best settings.
+"""The search for the best settings of a recipe with Optuna (`esmshard finetune --sweep`).
 
-The workers of a sweep share a study of Optuna. The study is a database: a file in the directory of the sweep, or a
-server for several machines. Optuna finds the trials of lost workers by its heartbeat, and queues these trials again. A
-queued trial continues in the directory of its run, from the newest checkpoint.
+Each trial is a run with its own processes. The result is `best.yaml`, the recipe with the best settings. The workers of
+a sweep share an Optuna study, which is a database file in the sweep's directory or on a server for several machines.
+Optuna detects lost workers by its heartbeat and queues their trials again, to continue from the newest checkpoint.
 """
 
 import json
@@ -36,31 +35,29 @@ if TYPE_CHECKING:
 DATABASE, DATABASE_LOCK, TRIALS = "optuna.db", "optuna.lock", "trials"
 BEST, BEST_LOCK = "best.yaml", "best.lock"
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned"}
-"""The state in `sweep.json` of a trial that has ended, by the name of the trial's state in Optuna."""
+"""The state in `sweep.json` of an ended trial, by the state of this trial in Optuna."""
 TRIALS_BY_DEFAULT = 20
 HEARTBEAT, GRACE = 10, 60
-"""A worker reports every HEARTBEAT seconds that it lives. After GRACE seconds without a report, the worker's trial is
-queued again."""
+"""A worker reports every HEARTBEAT seconds. After GRACE seconds without a report, its trial is queued again."""
 
 
 @dataclass(kw_only=True)
 class Search:
-    """One worker of a sweep, which trains one trial at a time. A sweep has one or several workers."""
+    """A worker of a sweep, which trains one trial at a time."""
 
     name: str
     """The name or path of the recipe, as the user gave it."""
     overrides: Sequence[str]
-    """The settings of the recipe that the user changes for all trials, as texts `KEY=VALUE`."""
+    """The recipe settings that the user changes for all trials, as texts `KEY=VALUE`."""
     recipe: Recipe
-    """The recipe with the changed settings (`overrides`). Its key `out` names the directory of the sweep."""
+    """The recipe with `overrides`. Its key `out` names the directory of the sweep."""
     settings: SweepSettings
     task: Task
     processes: int
-    """The number of processes of each trial."""
     count: int
-    """The number of trials of all workers together."""
+    """The total number of trials of all workers."""
     flags: Sequence[str]
-    """The further command-line options of the run of each trial."""
+    """Further command-line options for the run of each trial."""
     max_restarts: int
 
     def __post_init__(self) -> None:
@@ -71,8 +68,8 @@ class Search:
         self._shared_settings = self.settings.model_dump(mode="json", exclude={"storage"})
 
     def check_directory(self, *, goes_on: bool) -> None:
-        """Raise `UsageError` if the sweep's directory holds files. With `goes_on`, files of a sweep are allowed."""
-        is_sweep = (self.out / DATABASE_LOCK).is_file()  # another program may have written a sweep.json
+        """Raise `UsageError` if the sweep's directory has files. With `goes_on`, files of a sweep are allowed."""
+        is_sweep = (self.out / DATABASE_LOCK).is_file()  # another program may have written sweep.json
         is_empty = not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir()))
         if not is_empty and not (is_sweep and goes_on):
             fix = "pass --resume auto to go on or to join its workers, or " if is_sweep else ""
@@ -81,8 +78,7 @@ class Search:
     def work(self) -> bool:
         """Train trials until no trial is left to begin. Return whether the trials of all workers have ended.
 
-        Raises:
-            InputError: all trials have ended, and no trial has a validation value.
+        Raises `InputError` if all trials have ended without a validation value.
         """
         import optuna
         from filelock import FileLock
@@ -90,7 +86,7 @@ class Search:
         optuna.logging.set_verbosity(optuna.logging.ERROR)
         warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
         self.out.mkdir(parents=True, exist_ok=True)
-        with FileLock(self.out / DATABASE_LOCK):  # two workers cannot create the tables of a database at the same time
+        with FileLock(self.out / DATABASE_LOCK):  # two workers must not create the tables at the same time
             study = self._opened()
         while True:
             optuna.storages.fail_stale_trials(study)
@@ -108,7 +104,7 @@ class Search:
         return True
 
     def finish(self) -> None:
-        """Write the state `done` to `sweep.json`, after a model with the best settings was trained and tested."""
+        """Write the state `done` to `sweep.json`, after the model with the best settings was trained and tested."""
         replace_json(self.out / SWEEP, read_json(self.out / SWEEP) | {"state": "done"})
 
     def _opened(self) -> "Study":
@@ -132,12 +128,11 @@ class Search:
             pruner=median if settings.pruner == "median" else optuna.pruners.NopPruner(),
             load_if_exists=True,
         )
-        facts = {"settings": self._shared_settings, "recipe": self.recipe.model_dump(mode="json", exclude={"out"})}
+        facts = {"sweep file": self._shared_settings, "recipe": self.recipe.model_dump(mode="json", exclude={"out"})}
         for key, value in facts.items():
             if study.user_attrs.get(key, value) != json.loads(json.dumps(value)):
                 raise UsageError(
-                    f"{self.out}: holds a sweep with another {key}; go on with the old one, or choose "
-                    "another directory with out=DIR"
+                    f"{self.out}: holds a sweep with another {key}; use the old {key}, or another directory (out=DIR)"
                 )
             study.set_user_attr(key, value)
         return study
@@ -150,20 +145,20 @@ class Search:
             return GridSampler(cells, seed=self.settings.seed)
         if self.settings.sampler == "random":
             return RandomSampler(seed=seed)
-        return TPESampler(seed=seed, constant_liar=True)  # running trials count as bad, so workers choose other values
+        return TPESampler(seed=seed, constant_liar=True)  # running trials count as bad, so workers try other values
 
     def _train(self, trial: "Trial") -> float:
-        """Train one trial in its own processes, and return its validation value (see `_value`).
+        """Train a trial in its own processes, and return its validation value (see `_value`).
 
         Raises:
-            optuna.TrialPruned: the pruner has stopped the trial, or training failed or gave no value. The sampler
-                learns to avoid such settings.
+            optuna.TrialPruned: the pruner stopped the trial, or training failed or gave no value. The sampler then
+                avoids such settings.
             LostProcess: a process was lost, which says nothing about the settings.
             RunFailed: this worker was asked to stop. The trial is queued again.
         """
         import optuna
 
-        # The sampler gets another random seed for each trial. Otherwise all workers would choose the same values.
+        # With one random seed for all trials, all workers would choose the same values.
         seed = int(np.random.SeedSequence([self.settings.seed, trial.number]).generate_state(1)[0])
         trial.study.sampler = self._sampler(seed)
         values = {key: _suggested(trial, key, space) for key, space in self.settings.space.items()}
@@ -175,9 +170,7 @@ class Search:
         reported, last_read, is_pruned = 0, 0.0, False
 
         def is_over(interval: float = 1.0) -> bool:
-            """Report new validations to Optuna, and return whether the trial is pruned. The run's metrics are read at
-            most once per `interval` seconds. The result does not depend on the times of these readings.
-            """
+            """Report new validations at most every `interval` seconds. Return whether the trial is pruned."""
             nonlocal reported, last_read, is_pruned
             if is_pruned or time.monotonic() < last_read + interval or (status := read_status(run)) is None:
                 return is_pruned
@@ -196,7 +189,14 @@ class Search:
         if is_over(0):
             code = 0
         elif code in (preemption.Preempted.exit_code, *(128 + number for number in launch.TO_END)):
-            trial.study.enqueue_trial(trial.params, user_attrs={"run": name})
+            held = trial.study.trials[trial.number]
+            same: dict[str, Any] = {
+                "params": held.params,
+                "distributions": held.distributions,
+                "system_attrs": held.system_attrs,
+            }
+            waiting = optuna.trial.TrialState.WAITING  # `enqueue_trial` drops an attribute that GridSampler needs
+            trial.study.add_trial(optuna.trial.create_trial(state=waiting, user_attrs={"run": name}, **same))
             self.write(trial.study)
             raise RunFailed(last_word(run, code), code)
         shutil.rmtree(run / "checkpoints", ignore_errors=True)
@@ -213,8 +213,9 @@ class Search:
         raise optuna.TrialPruned if code in (0, 1) else LostProcess(reason)
 
     def _value(self, run: Path) -> float:
-        """Return the sweep's metric at the last validation of a run, or at the best validation if the run keeps the
-        best checkpoint; NaN if the metric is undefined.
+        """Return the metric of a run's last validation; NaN if it is undefined.
+
+        If the run keeps its best checkpoint, the best validation replaces the last.
         """
         lines, headline = _validations(run), self.task.columns[0]
         chosen = lines[-1]
@@ -251,10 +252,10 @@ class Search:
             message += f"; the best is trial {best['number']}, {value_text}"
             selected = (
                 f"Trial {best['number']} is the best of {len(complete)} that were trained to their end: {value_text} "
-                f"with {shown(best['values'])}. This value is optimistic: the trial was selected by it."
+                f"with {shown(best['values'])}. This value is optimistic, because it selected the trial."
             )
-            # The best trial was selected with its random seed, so the best settings get another seed. Their run has its
-            # own directory, which stays if the sweep is extended and finds better settings.
+            # The best settings get another random seed, because the trial was selected together with its seed. They
+            # also get a directory by the trial's number, because an extended sweep may find better settings.
             settings = [override(key, value) for key, value in best["values"].items()]
             settings += [f"train.seed={self.recipe.train.seed + 1}", f"out={self.out / run}"]
             recipe = recipe_file.load(recipe_file.resolve(self.name), [*self.overrides, *settings])
@@ -283,17 +284,16 @@ def _validations(run: Path) -> list[dict[str, Any]]:
 
 
 def _by_run(trials: "Sequence[Any]") -> dict[str, Any]:
-    """Return the trials by the names of their runs. If a trial was queued again, only the newer trial is returned."""
+    """Return the trials by the names of their runs. If a trial was queued again, return only the newer one."""
     return {trial.user_attrs.get("run", f"{trial.number:03}"): trial for trial in trials}
 
 
 def _stored(space: SearchSpace, values: Sequence[Any]) -> list[Any]:
-    """Return values of a recipe key as Optuna stores them. Choices become JSON, because a choice may be a list."""
+    """Return the values of a recipe key in Optuna's form. Choices become JSON, because a choice may be a list."""
     return list(values) if space.choices is None else [json.dumps(value) for value in values]
 
 
 def _suggested(trial: "Trial", key: str, space: SearchSpace) -> Any:
-    """Return the value that Optuna's sampler chooses for a recipe key in this trial."""
     if space.choices is not None:
         return json.loads(trial.suggest_categorical(key, _stored(space, space.choices)))
     suggest: Any = trial.suggest_int if space.is_whole else trial.suggest_float

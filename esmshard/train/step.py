@@ -18,7 +18,7 @@ from esmshard.parallel.watch import Watch
 from esmshard.tasks.base import Task
 
 MAX_SKIPPED = 10
-"""The run stops with an error after so many steps in a row with a loss or gradient that is not finite."""
+"""The run fails after this number of steps in a row with a loss or gradient that is not finite."""
 
 
 @dataclass(frozen=True)
@@ -27,31 +27,30 @@ class StepResult:
 
     loss: float
     grad_norm: float
-    """The norm of the gradients of all ranks before clipping."""
+    """The norm of the gradients of all ranks, before clipping."""
     residues: int
     skipped: bool
-    """Whether no rank changed its weights, because the loss or a gradient was not finite or no record had a target."""
+    """Whether the weights are unchanged, because the loss or a gradient is not finite or no record has a target."""
     ranks: list[list[float]]
-    """The result of `Watch.numbers` on each rank; an empty list for each rank without a `Watch`."""
+    """The result of `Watch.numbers` on each rank; an empty list without a `Watch`."""
     asked: int
-    """The number of the reason to stop, if any rank was asked to stop; otherwise 0."""
+    """The reason to stop, if any rank was asked to stop; otherwise 0."""
 
 
 @dataclass
 class LossScale:
-    """The scale that keeps fp16 gradients in range. The loss is multiplied by `value`, and the gradients are divided by
-    `value`.
+    """The factor that keeps fp16 gradients in range: the loss is multiplied and the gradients are divided by `value`.
 
-    The scale changes as in torch's `GradScaler`. An overflow makes the gradient norm over all ranks non-finite, so all
-    ranks skip the step and change the scale together.
+    The scale changes as in torch's `GradScaler`. After an overflow, the gradient norm is non-finite on all ranks, so
+    all ranks skip the step and change the scale together.
     """
 
     value: float = 2.0**16
     good_steps: int = 0
-    """How many steps without an overflow followed the last change of the scale."""
+    """The number of steps without an overflow since the last change of the scale."""
 
     def update(self, overflow: bool) -> None:
-        """Halve the scale after an overflow. Double the scale after 2,000 steps in a row without an overflow."""
+        """Halve the scale after an overflow, and double it after 2,000 steps in a row without an overflow."""
         self.good_steps = 0 if overflow else self.good_steps + 1
         if overflow:
             self.value = max(1.0, self.value / 2)
@@ -72,29 +71,19 @@ def train_step(
     watch: Watch | None = None,
     asked: int = 0,
 ) -> StepResult:
-    """Compute the gradients of all micro-batches of all ranks, and take one clipped AdamW step.
+    """Compute the gradients of all micro-batches on all ranks, and take one step of AdamW with clipped gradients.
 
-    Args:
-        model: the model, laid out over the ranks.
-        task: the task, which computes the loss.
-        optimizer: the optimizer over the shards, with its learning rates set.
-        micro_batches: for each micro-batch, the batch, its targets, and whether it is a dummy that fills up this rank.
-            Every rank has the same number of micro-batches.
-        clip: the maximum norm of the gradients.
-        world: the ranks that take the step together.
-        layout: the layout of the model over the ranks.
-        scale: the scale of the loss; None except in fp16. After an overflow the step is skipped and the scale halved.
-        watch: the object that measures the times of the step. The ranks exchange these times with the other numbers.
-        asked: the reason if this rank was asked to stop; otherwise 0. The ranks exchange this number, too.
+    A micro-batch is a batch, its targets and whether it is a dummy. Dummies give each rank the same number of
+    micro-batches. `clip` is the maximum norm of the gradients. `scale` is None except in fp16. `asked` is the reason
+    why this rank was asked to stop, or 0. The ranks exchange `asked` and the times that `watch` measures.
 
     Losses are summed, and FSDP sums gradients over ranks. Both sums are divided once, by the number of targets on all
-    ranks, so the result does not depend on how records are assigned to ranks and micro-batches. The host waits for the
-    device once a step, for losses, counts and gradient norms. The host adds these numbers in double precision, which
-    Apple's GPUs lack, and one small exchange brings them to all ranks.
+    ranks, so the result does not depend on how records are assigned to ranks and micro-batches. Once a step, the host
+    waits for losses, counts and gradient norms. It adds them in double precision, which Apple's GPUs lack.
     """
     optimizer.zero_grad(set_to_none=True)
     parts, residues = [], 0
-    # The next micro-batch is prepared before the current micro-batch is computed.
+    # `pairwise` prepares the next micro-batch before the current one is computed.
     for micro_batch, following in pairwise(chain(watch.data(micro_batches) if watch else micro_batches, [None])):
         assert micro_batch is not None
         batch, targets, is_dummy = micro_batch
@@ -105,7 +94,7 @@ def train_step(
         parts.append(torch.stack([part.sum.detach(), part.count]) * weight)
         residues += 0 if is_dummy else batch.n_residues
 
-    # If several ranks hold copies of the same part of a gradient, this part is counted once in the norm.
+    # If several ranks have copies of a part of a gradient, the norm counts this part once.
     by_holders: dict[int, list[torch.Tensor]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
         by_holders.setdefault(copies(parameter.grad), []).append(local(parameter.grad))
@@ -133,11 +122,11 @@ def train_step(
 
 
 def too_many_skipped(in_a_row: int, step: int) -> None:
-    """Raise `InputError` after MAX_SKIPPED skipped steps in a row, since further steps would not change the model."""
+    """Raise `InputError` after MAX_SKIPPED skipped steps in a row."""
     if in_a_row >= MAX_SKIPPED:
         error = InputError(
             f"step {step}: loss or gradient was not finite {in_a_row} times in a row; start again with a lower "
-            "optim.lr (out=DIR or --overwrite), or go on from an earlier checkpoint (--resume PATH)"
+            "optim.lr (out=DIR or --overwrite), or continue from an earlier checkpoint (--resume PATH)"
         )
         error.shared = True  # all ranks skip the same steps
         raise error

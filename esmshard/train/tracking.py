@@ -15,15 +15,15 @@ from esmshard.parallel.launch import environment
 from esmshard.progress import say
 
 WANDB_ID = "wandb-id"
-"""The name of the file with the run's id at Weights & Biases. A later attempt continues the run with this id."""
+"""The file with the run's id at Weights & Biases. A later attempt continues the run with this id."""
 TRACKED = ("tensorboard", "wandb", WANDB_ID)
-"""The files and directories that experiment trackers leave in the directory of a run."""
+"""The files and directories that trackers leave in a run directory."""
 
 
 def check_installed(trackers: Sequence[str]) -> None:
     """Raise `UsageError` if accelerate or the package of a tracker is not installed."""
     for name in trackers:
-        # A directory in the working directory may have the name of a package. The spec of this directory has no origin.
+        # A mere directory with the name of a package has a spec, too, but this spec has no origin.
         missing = [package for package in ("accelerate", name) if getattr(find_spec(package), "origin", None) is None]
         if missing:
             extra = "track" if name == "tensorboard" else name
@@ -31,11 +31,9 @@ def check_installed(trackers: Sequence[str]) -> None:
 
 
 class Tracking:
-    """The experiment trackers of a run. If a tracker fails, the run prints a message and goes on without this tracker.
+    """The experiment trackers of a run. If a tracker fails, the run prints a message and continues without it.
 
-    Args:
-        out: the directory of the run.
-        names: the trackers in the recipe: `tensorboard`, `wandb`, or both.
+    `names` are the trackers in the recipe: `tensorboard`, `wandb`, or both.
     """
 
     def __init__(self, out: Path, names: Sequence[str]) -> None:
@@ -43,8 +41,9 @@ class Tracking:
         self._trackers: dict[str, Any] = {}
 
     def begin(self, done: int, lost: int = 0) -> None:
-        """Open the trackers after `done` steps. The next `lost` steps are repeated. TensorBoard then shows their new
-        values. Weights & Biases cannot replace values, so it keeps the values of the earlier attempt.
+        """Open the trackers after `done` steps. The next `lost` steps are repeated.
+
+        TensorBoard shows the new values of repeated steps. Weights & Biases cannot replace values, and keeps the old.
         """
         self._repeated = range(done + 1, done + lost + 1)
         for name in self._names:
@@ -52,7 +51,7 @@ class Tracking:
                 self._trackers[name] = _opened(name, self._out, done)
 
     def log(self, line: Mapping[str, Any]) -> None:
-        """Send the numbers in a line of metrics.jsonl to the trackers. Lines of events are ignored."""
+        """Send the numbers in a line of metrics.jsonl to the trackers. Events are ignored."""
         if "event" in line:
             return
         prefix, step = f"{line['split']}/" if "split" in line else "", int(line["step"])
@@ -64,7 +63,7 @@ class Tracking:
                     tracker.log(numbers, step=step)
 
     def end(self, state: str, step: int) -> None:
-        """Send the test metrics to the trackers if the run is done, after `step` steps. Then close the trackers."""
+        """Close the trackers. If the run is done, first send them the test metrics as values after `step` steps."""
         if self._trackers and state == "done" and (self._out / "evaluation.json").is_file():
             from esmshard.tasks.base import MAIN
 
@@ -85,7 +84,7 @@ class Tracking:
         except Exception as error:  # a tracker or its service may raise any exception
             self._trackers.pop(name, None)
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
-            say(f"track: {name} has failed ({reason}); the run goes on without it")
+            say(f"track: {name} has failed ({reason}); the run continues without it")
 
 
 def _opened(name: str, out: Path, done: int) -> Any:
@@ -93,7 +92,7 @@ def _opened(name: str, out: Path, done: int) -> Any:
     from accelerate.tracking import TensorBoardTracker, WandBTracker
     from ruamel.yaml import YAML
 
-    # accelerate must see a single process: this rank reports for all ranks, and joins no further process group.
+    # accelerate must see a single process, because only this rank reports.
     sizes = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
     with environment({"LOCAL_RANK": "-1", **dict.fromkeys(sizes, "1")}):
         PartialState(cpu=True)
@@ -103,7 +102,7 @@ def _opened(name: str, out: Path, done: int) -> Any:
         return tracker
     several = re.fullmatch(r"seed-\d+(-fold-\d+)?|curve-[\d.]+", out.name)  # `out` is one of several runs
     path = out / WANDB_ID
-    if not path.is_file():  # an agent of a W&B sweep gives the id of one run, which several runs cannot share
+    if not path.is_file():  # a W&B sweep gives one id, which several runs cannot share
         replace_text(path, (not several and os.environ.get("WANDB_RUN_ID")) or uuid.uuid4().hex[:12])
     tracker = WandBTracker(
         os.environ.get("WANDB_PROJECT") or "esmshard",

@@ -1,4 +1,4 @@
-"""`esmshard.load` beside fair-esm and beside the modules called directly, and what it refuses."""
+"""`esmshard.load` against fair-esm and against the modules, and the inputs that it refuses."""
 
 import json
 from dataclasses import asdict
@@ -54,43 +54,30 @@ def model(reference: FairEsm, tmp_path_factory: pytest.TempPathFactory) -> Model
     return load(write_fair_esm(tmp_path_factory.mktemp("model") / "tiny.pt", reference))
 
 
-def by_fair_esm(reference: FairEsm, sequence: str, layer: int = TINY.n_layers) -> torch.Tensor:
-    """[L + 2, D], alone."""
-    with torch.no_grad():
-        return reference(tokenise([sequence])[0], repr_layers=[layer])["representations"][layer][0]
-
-
-# Embeddings
-
-
-def test_pools_are_those_of_fair_esm(model: Model, reference: FairEsm) -> None:
-    for layer in (None, 1):
-        expected = [by_fair_esm(reference, s, TINY.n_layers if layer is None else layer) for s in SEQUENCES]
-        for pool, of in {
-            "mean": lambda x: x[1:-1].mean(0),
-            "max": lambda x: x[1:-1].amax(0),
-            "cls": lambda x: x[0],
-        }.items():
-            found = model.embed(SEQUENCES, pool, layer)
-            assert (found.dtype, found.shape) == (np.float32, (len(LENGTHS), TINY.dim))
-            assert np.abs(found - torch.stack([of(x) for x in expected]).numpy()).max() <= 1e-5
-        residues = model.embed(SEQUENCES, "residue", layer)
-        assert [x.shape for x in residues] == [(n, TINY.dim) for n in LENGTHS]
-        assert max(np.abs(a - b[1:-1].numpy()).max() for a, b in zip(residues, expected, strict=True)) <= 1e-5
-
-
-def test_several_outputs_come_by_name(model: Model, reference: FairEsm) -> None:
-    found = model.embed(SEQUENCES, ["mean", "residue", "logits"], [0, 2])
-    assert list(found) == ["mean_0", "mean_2", "residue_0", "residue_2", "logits"]
-    assert np.array_equal(found["mean_2"], model.embed(SEQUENCES))
-    with torch.no_grad():
-        logits = reference(tokenise(SEQUENCES[:1])[0])["logits"][0, 1:-1].numpy()
-    assert np.abs(found["logits"][0] - logits).max() <= 1e-4
-    assert list(model.embed(SEQUENCES, layers=[1])) == ["mean_1"], "a list of one is a list"
+def test_outputs_are_those_of_fair_esm(model: Model, reference: FairEsm) -> None:
+    pools = ["mean", "max", "cls", "residue", "logits", "contacts"]
+    computed = model.embed(SEQUENCES, pools, [1, 2])
+    assert list(computed) == [f"{pool}_{layer}" for pool in pools[:4] for layer in (1, 2)] + pools[4:]
+    for n, sequence in enumerate(SEQUENCES):
+        with torch.no_grad():
+            expected = reference(tokenise([sequence])[0], repr_layers=[1, 2], return_contacts=True)
+        for layer in (1, 2):
+            x_TD = expected["representations"][layer][0]
+            x_LD = x_TD[1:-1]
+            for pool, values in {"mean": x_LD.mean(0), "max": x_LD.amax(0), "cls": x_TD[0], "residue": x_LD}.items():
+                assert np.abs(computed[f"{pool}_{layer}"][n] - values.numpy()).max() <= 1e-5
+        assert np.abs(computed["logits"][n] - expected["logits"][0, 1:-1].numpy()).max() <= 1e-4
+        assert np.abs(computed["contacts"][n] - expected["contacts"][0].numpy()).max() <= 1e-5
+    assert computed["contacts"][0].std() > 0.01
+    for pool in pools[:3]:
+        assert (computed[f"{pool}_2"].dtype, computed[f"{pool}_2"].shape) == (np.float32, (len(LENGTHS), TINY.dim))
+    assert np.array_equal(model.embed(SEQUENCES), computed["mean_2"])
+    assert np.allclose(model.contacts(SEQUENCES[0]), computed["contacts"][0], atol=1e-6)
+    assert list(model.embed(SEQUENCES, layers=[1])) == ["mean_1"], "a list with one layer is a list"
     assert list(model.embed("MKT", layers=np.arange(1, 3))) == ["mean_1", "mean_2"]
 
 
-def test_sequences_may_be_a_dictionary_or_a_file(model: Model, tmp_path: Path) -> None:
+def test_sequences_may_be_a_dictionary_or_a_file_and_are_corrected(model: Model, tmp_path: Path) -> None:
     fasta = tmp_path / "x.fasta"
     fasta.write_text("".join(f">r{n} words\n{s}\n" for n, s in enumerate(SEQUENCES)))
     listed = model.embed(SEQUENCES)
@@ -99,27 +86,23 @@ def test_sequences_may_be_a_dictionary_or_a_file(model: Model, tmp_path: Path) -
     assert np.array_equal(model.embed({f"r{n}": s for n, s in enumerate(SEQUENCES)}), listed)
     assert np.array_equal(model.embed(fasta), listed)
     assert np.array_equal(model.embed(s for s in SEQUENCES), listed)
+    with pytest.warns(UserWarning, match="in 1 record") as warned:
+        corrected = model.embed({"a": "mktay", "b": "MKTAY*", "c": "MK-TAY"})
+    assert np.abs(corrected - model.embed("MKTAY")).max() <= 1e-6
+    for warning, token in zip(sorted(warned, key=lambda w: str(w.message)), (r"'*' at", "gaps", "lower"), strict=True):
+        assert token in str(warning.message)
+        assert warning.filename == __file__, "the warning points at the caller"
 
 
-def test_long_sequences_are_taken_as_asked(model: Model) -> None:
+def test_long_sequences_are_taken_as_asked(model: Model, tmp_path: Path) -> None:
     long = "".join(np.random.default_rng(0).choice(list(STANDARD), 1100))
     assert np.abs(model.embed(long, long="truncate") - model.embed(long[:1022])).max() <= 1e-6
     assert np.abs(model.embed(long) - model.embed(long[:1022])).max() > 1e-4
     assert model.embed(long, "residue", long="window").shape == (1100, TINY.dim)
-
-
-# Contacts and scores
-
-
-def test_contacts_are_those_of_fair_esm(model: Model, reference: FairEsm) -> None:
-    found = model.contacts(SEQUENCES)
-    for p_LL, sequence in zip(found, SEQUENCES, strict=True):
-        with torch.no_grad():
-            expected_LL = reference.predict_contacts(tokenise([sequence])[0])[0].numpy()
-        assert (p_LL.dtype, p_LL.shape) == (np.float32, (len(sequence),) * 2)
-        assert np.abs(p_LL - expected_LL).max() <= 1e-5
-    assert found[0].std() > 0.01
-    assert np.allclose(model.contacts(SEQUENCES[0]), found[0], atol=1e-6)
+    esm1b = load(write_fair_esm(tmp_path / "esm1b_tiny.pt", fair_esm(SMALL["ESM-1b"])))
+    with pytest.raises(InputError, match=r"sequences\[1\] has 1,100 residues, and this model has positions for 1,022"):
+        esm1b.embed(["MKT", long])
+    assert esm1b.embed(["MKT", long], long="truncate").shape == (2, 64)
 
 
 def test_scores_are_log_ratios_at_hidden_sites(model: Model, reference: FairEsm) -> None:
@@ -142,38 +125,7 @@ def test_scores_are_log_ratios_at_hidden_sites(model: Model, reference: FairEsm)
     assert abs(seen[0] - found[0]) > 1e-5
 
 
-def test_variants_that_do_not_fit_are_named(model: Model) -> None:
-    for variants, token in (
-        (["A4G", "K4G"], r"variants\[1\]: K4G: residue 4"),
-        (["E25K"], r"variants\[0\]: E25K: the wild type has residues 1 to 24"),
-        (["A4*"], "is a stop codon"),
-        (["A4G", "delta4"], r"variants\[1\]: 'delta4'"),
-        ([4], r"variants\[0\] is of type int"),
-        ("A4G", "a list of variants"),
-    ):
-        with pytest.raises(InputError, match=token):
-            model.score(WT, variants)  # type: ignore[arg-type]
-    for protein, token in ((["MKT"], "of type list"), ("MKT:MKV", "several chains")):
-        with pytest.raises(InputError, match=token):
-            model.score(protein, ["K2R"])  # type: ignore[arg-type]
-
-
-# Sequences as they are written
-
-
-def test_what_is_corrected_is_reported(model: Model) -> None:
-    with pytest.warns(UserWarning, match="in 1 record") as told:
-        found = model.embed({"a": "mktay", "b": "MKTAY*", "c": "MK-TAY"})
-    assert np.abs(found - model.embed("MKTAY")).max() <= 1e-6
-    assert sorted(str(one.message) for one in told) == [
-        "a '*' at the end was removed in 1 record (b)",
-        "gaps were removed in 1 record (c)",
-        "lower-case letters were read as upper case in 1 record (a)",
-    ]
-    assert {one.filename for one in told} == {__file__}, "the warning points at the caller"
-
-
-def test_what_is_no_sequence_is_named(model: Model) -> None:
+def test_wrong_sequences_variants_and_options_are_named(model: Model) -> None:
     cases: list[tuple[Any, str]] = [
         (["MKT", "MK1T"], r"sequences\[1\] has '1' at position 3"),
         ({"P01308": "M*K"}, r"sequences\['P01308'\] has '\*' at position 2"),
@@ -190,6 +142,19 @@ def test_what_is_no_sequence_is_named(model: Model) -> None:
         with pytest.raises(InputError, match=token) as caught:
             model.embed(sequences)
         assert "\n" not in str(caught.value)
+    for variants, token in (
+        (["A4G", "K4G"], r"variants\[1\]: K4G: residue 4"),
+        (["E25K"], r"variants\[0\]: E25K: the wild type has residues 1 to 24"),
+        (["A4*"], "is a stop codon"),
+        (["A4G", "delta4"], r"variants\[1\]: 'delta4'"),
+        ([4], r"variants\[0\] is of type int"),
+        ("A4G", "a list of variants"),
+    ):
+        with pytest.raises(InputError, match=token):
+            model.score(WT, variants)  # type: ignore[arg-type]
+    for protein, token in ((["MKT"], "of type list"), ("MKT:MKV", "several chains")):
+        with pytest.raises(InputError, match=token):
+            model.score(protein, ["K2R"])  # type: ignore[arg-type]
     options: list[tuple[dict[str, Any], str]] = [
         ({"pool": "median"}, "mean, max, cls"),
         ({"pool": []}, "at least one"),
@@ -201,16 +166,10 @@ def test_what_is_no_sequence_is_named(model: Model) -> None:
     for how, token in options:
         with pytest.raises(UsageError, match=token):
             model.embed(["MKT"], **how)
-    for how, token in (
-        ({"device": "gpu"}, "cpu, cuda"),
-        ({"dtype": "fp8"}, "fp32"),
-        ({"dtype": torch.float64}, "bf16"),
-    ):
+    options = [({"device": "gpu"}, "cpu, cuda"), ({"dtype": "fp8"}, "fp32"), ({"dtype": torch.float64}, "bf16")]
+    for how, token in options:
         with pytest.raises(UsageError, match=token):
             load("starter", **how)
-
-
-# What a model lacks
 
 
 def test_parts_that_never_learned_are_not_asked(reference: FairEsm, tmp_path: Path) -> None:
@@ -233,36 +192,23 @@ def test_parts_that_never_learned_are_not_asked(reference: FairEsm, tmp_path: Pa
     assert (without.task, without.names) == (None, ())
 
 
-def test_learned_positions_end_somewhere(tmp_path: Path) -> None:
-    old = load(write_fair_esm(tmp_path / "esm1b_tiny.pt", fair_esm(SMALL["ESM-1b"])))
-    long = "A" * 1023
-    with pytest.raises(InputError, match=r"sequences\[1\] has 1,023 residues, and this model has positions for 1,022"):
-        old.embed(["MKT", long])
-    assert old.embed(["MKT", long], long="truncate").shape == (2, 64)
-
-
-# Fine-tuned heads
-
 CLASSES = {"classes": ["x", "y", "z"], "counts": [6, 3, 1], "records": 10}
 NUMBERS = {"targets": ["Tm", "pI"], "mean": [50.0, 7.0], "std": [4.0, 2.0]}
 STATES = {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1], "records": 3}
+RESIDUES_NUMBERS = {"targets": ["value"], "mean": [1.0], "std": [2.0]}
 VARIANT = {"targets": ["y", "kd"], "lower_is_better": ["kd"], "protein": WT, "first": 4, "length": 16}
 HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "contact": ({"name": "contact", "channels": 8, "blocks": 2}, {}, ()),
     "mlm": ({"name": "mlm"}, {}, tuple(STANDARD)),
     "residue": ({"name": "residue"}, STATES, ("HGI", "EB", "STC")),
-    "residue numbers": (
-        {"name": "residue", "kind": "number"},
-        {"targets": ["value"], "mean": [1.0], "std": [2.0]},
-        ("value",),
-    ),
+    "residue numbers": ({"name": "residue", "kind": "number"}, RESIDUES_NUMBERS, ("value",)),
     "sequence": ({"name": "sequence"}, NUMBERS, ("Tm", "pI")),
     "sequence classes": ({"name": "sequence", "kind": "class"}, CLASSES, ("x", "y", "z")),
 }
 
 
 def consolidated(directory: Path, settings: dict[str, Any], facts: dict[str, Any]) -> tuple[Path, FineTuner]:
-    """What `consolidate` leaves of a random head, and its module."""
+    """Write a fine-tuned model with a random head as `consolidate` does; return its directory and module."""
     task = new_task(TypeAdapter(AnyTask).validate_python(settings), facts)
     torch.manual_seed(1)
     head = task.head(TINY)
@@ -282,7 +228,7 @@ def test_predictions_are_those_of_the_command(tmp_path: Path) -> None:
     fasta.write_text("".join(f">r{n}\n{s}\n" for n, s in enumerate(SEQUENCES)))
     for kind, (settings, facts, names) in HEADS.items():
         (tmp_path / kind).mkdir()
-        path, _ = consolidated(tmp_path / kind / "model", settings, facts)
+        path, module = consolidated(tmp_path / kind / "model", settings, facts)
         found = load(path)
         assert (found.task, found.names) == (settings["name"], names)
         predict(str(path), fasta, tmp_path / kind / "x.npz")
@@ -297,15 +243,11 @@ def test_predictions_are_those_of_the_command(tmp_path: Path) -> None:
             assert np.abs(half - other).max() <= 0.05 * max(1.0, np.abs(other).max())
         assert np.abs(found.predict(SEQUENCES[0]) - expected[0]).max() <= 1e-5
         assert np.concatenate([v.ravel() for v in expected]).std() > 1e-3
-
-
-def test_contacts_are_those_of_the_fine_tuned_head(tmp_path: Path) -> None:
-    path, module = consolidated(tmp_path / "model", *HEADS["contact"][:2])
-    found = load(path).contacts(SEQUENCES[0])
-    _, batch = tokenise(SEQUENCES[:1])
-    with torch.no_grad():
-        assert np.abs(found - module(batch)[0].sigmoid().numpy()).max() <= 1e-6
-        assert np.abs(found - predict_contacts(module.trunk, batch)[0].numpy()).max() > 0.01
+        if kind == "contact":
+            contacts, (_, batch) = found.contacts(SEQUENCES[0]), tokenise(SEQUENCES[:1])
+            with torch.no_grad():
+                assert np.abs(contacts - module(batch)[0].sigmoid().numpy()).max() <= 1e-6
+                assert np.abs(contacts - predict_contacts(module.trunk, batch)[0].numpy()).max() > 0.01
 
 
 def test_variants_of_the_protein_are_predicted(tmp_path: Path) -> None:
@@ -329,17 +271,9 @@ def test_variants_of_the_protein_are_predicted(tmp_path: Path) -> None:
     assert found.embed([WT]).shape == (1, TINY.dim), "the trunk is there too"
 
 
-# The object
-
-
-def test_the_starter_is_what_it_says() -> None:
-    starter = esmshard.load("starter", device="cpu")
-    assert isinstance(starter, esmshard.Model)
-    assert repr(starter) == "Model('starter', task='contact', layers=6, dim=192, float32 on cpu)"
-    assert (starter.config.dim, starter.device.type, starter.dtype) == (192, "cpu", torch.float32)
-
-
 def test_short_dtypes_are_near(model: Model) -> None:
+    starter = esmshard.load("starter", device="cpu")
+    assert repr(starter) == "Model('starter', task='contact', layers=6, dim=192, float32 on cpu)"
     dtypes: list[tuple[Any, float]] = [("bf16", 0.03), ("fp16", 0.003)]
     for dtype, most in dtypes:
         short = load(model.name, dtype=dtype)

@@ -1,8 +1,8 @@
-"""Work that dies, or runs into an error, at a chosen change of a directory.
+"""Work that dies, or gets an error, at a chosen change of a directory.
 
-Python reports every change before it makes it (PEP 578): files opened for writing, names made, renamed and removed. So
-a drill needs no hooks in the code under test, and meets it at every point that the file system can see. Work that dies
-is left by an exception that nobody catches, and whatever it would still change is refused, as if it were dead.
+Python reports each change before it makes it (PEP 578): files opened for writing, names made, renamed and removed. A
+drill therefore needs no hooks in the tested code. Dead work raises an exception that nobody catches, and all its later
+changes are refused.
 """
 
 import os
@@ -20,21 +20,20 @@ from esmshard.checkpoint import sharded
 from esmshard.io import paths
 
 CHANGES = {"os.rename": 2, "os.remove": 1, "os.mkdir": 1, "os.rmdir": 1, "open": 1}
-"""Audit events, and how many of their arguments are paths."""
+"""The audit events, and the number of paths among their arguments."""
 
 
 def tensors(step: int) -> dict[str, torch.Tensor]:
-    """Values that tell of their step."""
+    """Return values that identify their step."""
     return {f"w{k}": torch.full((40, 50), float(step * 10 + k)) for k in range(4)}
 
 
 def write(directory: Path, step: int, *, keep: int = 2, best: bool = False) -> Path:
-    """A checkpoint as the main job writes it."""
     return sharded.write(directory, step, tensors(step), {"marker": step}, keep=keep, best=best)
 
 
 def contents(path: Path) -> int:
-    """The step that all values of a checkpoint tell of."""
+    """Return the step that all values of a checkpoint belong to."""
     state = sharded.read_state(path)
     found = {name: torch.empty_like(tensor) for name, tensor in tensors(0).items()}
     sharded.load(path, found)
@@ -45,7 +44,7 @@ def contents(path: Path) -> int:
 
 
 def fork(function: Callable[[], int | None]) -> int:
-    """Call it in a forked process; its exit code, or -N if a signal ended it."""
+    """Call a function in a forked process, and return the exit code, or -N after signal N."""
     child = os.fork()
     if not child:
         code = 99
@@ -59,11 +58,11 @@ def fork(function: Callable[[], int | None]) -> int:
 
 
 class DeadError(BaseException):
-    """Work dies here; a process would be gone."""
+    """The work dies here."""
 
 
 _watching: list[tuple[str, Callable[[str], None]]] = []
-"""The directory whose changes are reported, and to whom. A hook stays for good, so there is one for all drills."""
+"""The watched directories, and the functions that get the changes. An audit hook stays, so there is one for all."""
 _hooked: list[bool] = []
 
 
@@ -73,7 +72,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         return
     inside, report = _watching[-1]
-    # Names relative to an open directory, as rmtree uses them, are below it or nobody's.
+    # rmtree uses names relative to an open directory.
     names = [str(os.fspath(p)) for p in arguments[: CHANGES[event]] if not isinstance(p, int)]
     if any(name.startswith(inside) or not Path(name).is_absolute() for name in names):
         report(event)
@@ -93,16 +92,12 @@ def on_change(directory: Path, report: Callable[[str], None]) -> Iterator[None]:
 
 
 def killed_at(number: int, directory: Path, function: Callable[[Path], Any], *, power_cut: bool = False) -> bool:
-    """Whether work dies at that change of `directory`; False if it comes to its end before.
+    """Whether the work dies at change `number` (from 1) below `directory`; False if it ends before.
 
-    Args:
-        number: of the change, from 1 on.
-        directory: what is below it counts.
-        function: the work, done on that directory.
-        power_cut: as if the machine lost its power: new files that were not synced are empty, and those whose
-            directory was not synced after they were made are gone.
+    With `power_cut`, new files that were not synced are empty, and new names in directories that were not synced are
+    gone.
     """
-    synced: dict[int, set[str]] = {}  # by inode: of a directory the names in it
+    synced: dict[int, set[str]] = {}  # the names in each synced directory, by inode
     fsync, count, dead = os.fsync, 0, False
     before = {file.stat().st_ino for file in directory.rglob("*") if file.is_file()}
 
@@ -134,7 +129,7 @@ def killed_at(number: int, directory: Path, function: Callable[[Path], Any], *, 
 
     with pytest.MonkeyPatch.context() as patch, on_change(directory, die):
         patch.setattr(os, "fsync", record)
-        patch.setattr(os, "getpid", lambda: 2**22)  # of no process that lives
+        patch.setattr(os, "getpid", lambda: 2**22)  # of no live process
         patch.setattr(paths, "_IN_USE", set())
         try:
             function(directory)
@@ -145,14 +140,9 @@ def killed_at(number: int, directory: Path, function: Callable[[Path], Any], *, 
 
 
 def refused_at(number: int, directory: Path, error: int, function: Callable[[Path], Any], *, for_good: bool) -> str:
-    """Work on a file system that refuses some changes: the message of the `ValueError`; "" if there was none.
+    """Refuse change `number` (from 1) below `directory` with `error`. Return the message of the `ValueError`, or "".
 
-    Args:
-        number: the change that is refused, from 1 on.
-        directory: what is below it counts.
-        error: as `errno.ENOSPC`.
-        function: the work, done on that directory.
-        for_good: all later files and directories are refused, too.
+    With `for_good`, all later files and directories are refused, too.
     """
     count = 0
 

@@ -1,76 +1,88 @@
-"""Checkpoints without their base: put on it, accounted for, or written as an adapter. No training here."""
+"""Trained parts without their base: an adapter, or a contact head that becomes the regression of the model."""
 
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from conftest import RECIPE, write_subset
 from safetensors.torch import load_file
 
+import esmshard
 from esmshard.checkpoint import consolidate as adapted
 from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import sha256
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
+from esmshard.recipe import recipe_file
+from esmshard.train import finetune
 
 NANO = SIZES["nano"]
-HERE = Path("run/checkpoints/step_000007")
-A, B = "layers.0.fc1.lora_A.weight", "layers.0.fc1.lora_B.weight"
 LORA = {"method": "lora", "rank": 2, "alpha": 6.0, "targets": ["fc1"], "bias": "all"}
 
 
-def state(adapt: dict[str, Any], seed: int = 3) -> dict[str, Any]:
-    base = weights.identity(weights.fresh(NANO, seed), "nano")
-    return {"config": NANO.recorded(), "recipe": {"adapt": adapt}, "base": base}
-
-
 def trained() -> dict[str, torch.Tensor]:
-    """A LoRA on both layers' fc1, one bias, a head."""
-    generator = torch.Generator().manual_seed(0)
+    """Return a LoRA on fc1 of both layers, a bias and a head."""
     shapes = {f"layers.{n}.fc1.{p}.weight": s for n in (0, 1) for p, s in (("lora_A", (2, 32)), ("lora_B", (128, 2)))}
-    found = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
-    return found | {"layers.1.fc1.bias": torch.full((128,), 5.0), "head.out": torch.full((3,), 7.0)}
+    tensors = {name: torch.randn(shape) for name, shape in shapes.items()}
+    return tensors | {"layers.1.fc1.bias": torch.full((128,), 5.0), "head.out": torch.full((3,), 7.0)}
 
 
-def checkpoint(tensors: dict[str, torch.Tensor], **changes: Any) -> adapted.Checkpoint:
+def checkpoint(tensors: dict[str, torch.Tensor], adapt: dict[str, Any]) -> adapted.Checkpoint:
+    base = {"name": "gone", "config": {}, "seed": None, "files": {}}
+    state = {"config": NANO.recorded(), "recipe": {"adapt": adapt}, "base": base}
     sizes = {name: tensor.shape for name, tensor in tensors.items()}
-    return adapted.Checkpoint(HERE, state(LORA) | changes, sizes, tensors.__getitem__)
+    return adapted.Checkpoint(Path("run/checkpoints/step_000007"), state, sizes, tensors.__getitem__)
 
 
-def test_the_base_with_what_was_trained_put_in() -> None:
-    tensors, base = trained(), weights.fresh(NANO, 3)
-    sizes, read = adapted.on_base(checkpoint(tensors))
-    assert sizes.keys() == (weights.shapes(NANO).keys() - {"lm_head.weight"}) | {"head.out"}
-    for name in sizes:
-        if name in ("layers.0.fc1.weight", "layers.1.fc1.weight"):
-            b, a = (tensors[name.replace("weight", f"lora_{part}.weight")] for part in "BA")
-            assert (read(name) - base[name] - 3.0 * b @ a).abs().max() < 1e-5
-        else:
-            assert torch.equal(read(name), tensors[name] if name in tensors else base[name]), name
-
-
-def test_what_has_no_place_in_the_base_and_an_adapter_without_a_lora_are_refused(tmp_path: Path) -> None:
+def test_unknown_tensors_and_an_adapter_without_a_lora_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="has no LoRA"):
-        adapted.write_adapter(tmp_path, checkpoint({}, recipe={"adapt": {"method": "head"}}))
-    with pytest.raises(InputError, match=r"layers\.9\.fc2\.weight: have no place in its base"):
-        adapted.on_base(checkpoint(trained() | {"layers.9.fc2.weight": torch.zeros(32, 128)}))
+        adapted.write_adapter(tmp_path, checkpoint({}, {"method": "head"}))
+    with pytest.raises(InputError, match=r"layers\.9\.fc2\.weight: not in its base model"):
+        adapted.on_base(checkpoint(trained() | {"layers.9.fc2.weight": torch.zeros(32, 128)}, LORA))
 
 
-def test_an_adapter_is_written_without_reading_the_base(tmp_path: Path) -> None:
+@pytest.mark.parametrize("base", [None, "facebook/x"])
+def test_an_adapter_is_written_without_reading_the_base(tmp_path: Path, base: str | None) -> None:
     tensors = trained()
-    of_run = checkpoint(tensors, base={"name": "gone", "config": {}, "seed": None, "files": {}})
-    digests = adapted.write_adapter(tmp_path, of_run)
+    digests = adapted.write_adapter(tmp_path, checkpoint(tensors, LORA), base)
     assert digests == {path.name: sha256(path) for path in tmp_path.glob("*.safetensors")}
     written = load_file(tmp_path / "adapter_model.safetensors")
-    prefix = "base_model.model.esm.encoder.layer.1.intermediate.dense"
-    assert torch.equal(written[f"{prefix}.base_layer.bias"], tensors["layers.1.fc1.bias"])
-    assert torch.equal(written[f"{prefix}.lora_A.weight"], tensors["layers.1.fc1.lora_A.weight"])
+    bias = written["base_model.model.esm.encoder.layer.1.intermediate.dense.base_layer.bias"]
+    assert torch.equal(bias, tensors["layers.1.fc1.bias"])
     assert len(written) == 5
-    assert load_file(tmp_path / "head.safetensors").keys() == {"head.out"}
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["bias"]) == (2, 6.0, "all")
-    assert config["base_model_name_or_path"] == "gone"
-    assert config["target_modules"] == [f"encoder.layer.{n}.intermediate.dense" for n in (0, 1)]
-    adapted.write_adapter(tmp_path, of_run, base="facebook/x")
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["base_model_name_or_path"] == "facebook/x"
+    assert config["base_model_name_or_path"] == (base or "gone")
+
+
+SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "ACDEFGHIKLMNPQRSTVWY" * 2]
+
+
+def test_a_head_over_attention_maps_is_the_regression_of_the_model(tmp_path: Path) -> None:
+    write_subset(tmp_path, "train", "train", range(4))
+    write_subset(tmp_path, "valid", "valid", range(2))
+    text = RECIPE.format(tokens_per_rank=200, out=tmp_path / "run").replace("{name: nano}", "{name: esmc_nano}")
+    (tmp_path / "recipe.yaml").write_text(text.replace("channels: 8, blocks: 1", "head: attention"))
+    out = finetune.run(recipe_file.load(tmp_path / "recipe.yaml", ["adapt.method=lora", "train.steps=2"]))
+    assert out is not None
+    directory = out / "model"
+    found = weights.read(str(directory))
+    for part in ("weight", "bias"):
+        assert torch.equal(found[f"contact_head.regression.{part}"], found.head[f"regression.{part}"]())
+    about = json.loads((directory / "esmshard.json").read_text())
+    assert about["unlearned"] == ["lm_head"]
+    assert "Its contact regression is the fine-tuned head." in (directory / "README.md").read_text()
+    model = esmshard.load(directory)
+    for mine, theirs in zip(model.embed(SEQUENCES, "contacts"), model.predict(SEQUENCES), strict=True):
+        assert mine.shape == theirs.shape
+        assert np.abs(mine - theirs).max() < 1e-6
+
+    # A pairwise head is no regression, and a regression that was trained stays.
+    untrained, size = about | {"unlearned": ["contact_head"]}, torch.Size([1, 8])
+    sizes = {"head.regression.weight": size, "contact_head.regression.weight": size}
+    for state, more, replaces in ((untrained, {}, True), (untrained, {"head.out": size}, False), (about, {}, False)):
+        read = adapted._with_regression(state, sizes | more, found.__getitem__)
+        assert (read is not None) is replaces

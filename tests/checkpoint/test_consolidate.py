@@ -1,4 +1,4 @@
-"""One model out of a checkpoint: the same to the last bit, checked when it is written, in little memory; or nothing."""
+"""A model directory from a checkpoint: the same bits, in little memory, or nothing."""
 
 import argparse
 import json
@@ -39,16 +39,11 @@ def state_of(config: EsmConfig) -> dict[str, Any]:
     recipe = Recipe.model_validate(
         {"task": TASK, "model": {"name": "nano"}, "init": "random", "data": data, "out": "/home/ada/runs/mine"}
     )
-    return {
-        "recipe": recipe.model_dump(mode="json"),
-        "config": config.recorded(),
-        "world_size": 2,
-        "facts": {},
-    }
+    return {"recipe": recipe.model_dump(mode="json"), "config": config.recorded(), "world_size": 2, "facts": {}}
 
 
 def tensors_of(config: EsmConfig) -> dict[str, torch.Tensor]:
-    """Names and values as a run saves them: fair-esm's own model, and a head with a large last layer."""
+    """Return names and values as a run saves them: fair-esm's model, and a head with a large last layer."""
     found = {f"model.trunk.{n}": t for n, t in fair_esm(config).state_dict().items() if n != TIED}
     torch.manual_seed(1)
     head = new_task(Recipe.model_validate(state_of(config)["recipe"]).task, {}).head(config).state_dict()
@@ -76,11 +71,9 @@ def keys(directory: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-def test_transformers_and_fair_esm_say_what_the_run_says(run: Path, tmp_path: Path) -> None:
-    said: list[str] = []
-    out = consolidate(run, tmp_path / "model", warn=said.append)
-    pt = consolidate(run, tmp_path / "esm2_it", to="fair-esm", warn=said.append)
-    assert said == []
+def test_transformers_and_fair_esm_compute_what_the_run_computes(run: Path, tmp_path: Path) -> None:
+    out = consolidate(run, tmp_path / "model", warn=pytest.fail)
+    pt = consolidate(run, tmp_path / "esm2_it", to="fair-esm", warn=pytest.fail)
     reference = fair_esm(TINY)
     block, _ = tokenise(SEQUENCES)
     mask = (block != 1).long()
@@ -105,10 +98,10 @@ def test_transformers_and_fair_esm_say_what_the_run_says(run: Path, tmp_path: Pa
     assert not list(pt.glob("tensors*"))
 
 
-def test_what_lies_beside_the_weights(run: Path, tmp_path: Path) -> None:
+def test_files_and_tensors_of_a_model_directory(run: Path, tmp_path: Path) -> None:
     out = consolidate(run, tmp_path / "model", dtype="bf16")
-    names = ("README.md", "config.json", "esmshard.json", "model.safetensors", "special_tokens_map.json")
-    assert sorted(p.name for p in out.iterdir()) == sorted([*names, "tokenizer_config.json", "vocab.txt"])
+    names = {"README.md", "config.json", "esmshard.json", "model.safetensors", "special_tokens_map.json"}
+    assert {p.name for p in out.iterdir()} == names | {"tokenizer_config.json", "vocab.txt"}
     about = json.loads((out / "esmshard.json").read_text())
     state = state_of(TINY)
     state["recipe"] = for_others(state["recipe"], out)
@@ -120,10 +113,6 @@ def test_what_lies_beside_the_weights(run: Path, tmp_path: Path) -> None:
     assert len(stored) == len([n for n in tensors if n.startswith("model.")])
     assert torch.equal(stored["head.out.weight"], tensors["model.head.out.weight"].bfloat16())
     assert not [key for key in stored if key.startswith(("optim", "model", "trunk")) or key == "lm_head.decoder.weight"]
-    # And from this model to another one: what is known goes along.
-    again = consolidate(out, tmp_path / "esm2_again", to="fair-esm", dtype="bf16", warn=pytest.fail)
-    files = {p.name for p in again.iterdir()}
-    assert files == {"README.md", "esmshard.json", "esm2_again.pt", "esm2_again-contact-regression.pt"}
 
 
 def test_no_wrapper_leaves_its_name(tiny_recipe: Path, tmp_path: Path) -> None:
@@ -137,7 +126,7 @@ def test_no_wrapper_leaves_its_name(tiny_recipe: Path, tmp_path: Path) -> None:
     assert not EsmForMaskedLM.from_pretrained(out, output_loading_info=True)[1]["missing_keys"]
 
 
-def test_scores_of_the_same_model_go_along(tmp_path: Path) -> None:
+def test_scores_of_the_same_model_are_on_its_card(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run")
     row = {"long P@L": {"value": 0.5, "low": 0.4, "high": 0.6}}
     facts = {"split": "test", "data": "c.fasta", "records": 5, "without_value": {}, "interval": "95%"}
@@ -153,36 +142,40 @@ def test_scores_of_the_same_model_go_along(tmp_path: Path) -> None:
     assert scored(run)
     assert not scored(run, step=6)
     model = consolidate(run, run / "model")
-    assert not scored(model), "of other weights"
+    assert not scored(model), "scores of other weights"
     same = {"weights_sha256": json.loads((model / "esmshard.json").read_text())["weights_sha256"]}
     assert scored(model, **same)
-    weights = bytearray((model / "model.safetensors").read_bytes())
-    weights[-1] ^= 0x80
-    (model / "model.safetensors").write_bytes(weights)
-    said: list[str] = []
-    consolidate(model, tmp_path / "altered", warn=said.append)
-    assert any("is not the file that" in sentence for sentence in said)
-    assert not scored(model, **same), "of altered weights"
+    content = (model / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 0x80]))
+    notices: list[str] = []
+    consolidate(model, tmp_path / "altered", warn=notices.append)
+    assert any("is not the file that" in notice for notice in notices)
+    assert not scored(model, **same), "scores of altered weights"
     os.utime(checkpoint, (2**33, 2**33))
     assert not scored(run), "older than the checkpoint"
     scores.write_text("[")
     assert "Not scored yet" in (consolidate(run, tmp_path / "again") / "README.md").read_text()
 
 
-# What cannot be a model
-
-
 def poison(value: float) -> Callable[[dict[str, torch.Tensor]], object]:
     return lambda tensors: tensors["model.trunk.layers.1.fc1.weight"][3, 4].fill_(value)
 
 
-def test_what_is_no_model_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> None:
-    changes: list[tuple[Callable[[dict[str, torch.Tensor]], object], str, str]] = [
+def test_a_checkpoint_that_is_no_model_leaves_nothing(tmp_path: Path) -> None:
+    changes: list[tuple[Any, str, str]] = [
         (poison(float("nan")), "fp32", "layers.1.fc1.weight holds a value that is not finite"),
         (poison(1e6), "fp16", "too large for torch.float16"),
-        (lambda t: t.pop("model.trunk.layers.0.fc1.bias"), "fp32", "layers.0.fc1.bias: not as in a model"),
-        (lambda t: t.update({"model.trunk.layers.9.fc1.bias": torch.ones(2)}), "fp32", "layers.9.fc1.bias: not as in"),
-        (lambda t: t.update({"model.trunk.lm_head.bias": torch.ones(2)}), "fp32", "lm_head.bias: not as in"),
+        (lambda t: t.pop("model.trunk.layers.0.fc1.bias"), "fp32", "layers.0.fc1.bias: do not fit"),
+        (
+            lambda t: t.update({"model.trunk.layers.9.fc1.bias": torch.ones(2)}),
+            "fp32",
+            "layers.9.fc1.bias: do not fit",
+        ),
+        (
+            lambda t: t.update({"model.trunk.lm_head.bias": torch.ones(2)}),
+            "fp32",
+            "lm_head.bias: do not fit",
+        ),
     ]
     for n, (change, dtype, says) in enumerate(changes):
         run = write_run(tmp_path / "runs" / str(n), change)
@@ -191,10 +184,7 @@ def test_what_is_no_model_is_one_sentence_and_leaves_nothing(tmp_path: Path) -> 
         assert not (tmp_path / "out").exists() or list((tmp_path / "out").iterdir()) == []
 
 
-# Where it goes
-
-
-def test_what_is_no_model_is_not_replaced_by_one(run: Path, tmp_path: Path) -> None:
+def test_only_models_are_replaced(run: Path, tmp_path: Path) -> None:
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -210,9 +200,7 @@ def test_what_is_no_model_is_not_replaced_by_one(run: Path, tmp_path: Path) -> N
 
 
 def test_a_call_that_is_killed_leaves_the_old_model_or_the_new_one(run: Path, tmp_path: Path) -> None:
-    before = consolidate(run, tmp_path / "before" / "model", dtype="bf16")
-    digests = {"bf16": json.loads((before / "esmshard.json").read_text())["weights_sha256"]}
-    found: list[str] = []
+    digests, found = {}, []
     for n in range(1, 100, 3):
         directory = tmp_path / str(n)
         consolidate(run, directory / "model", dtype="bf16")
@@ -228,13 +216,13 @@ def test_a_call_that_is_killed_leaves_the_old_model_or_the_new_one(run: Path, tm
         assert len(weights.read(str(model)).read) > 30
         assert (model / "README.md").is_file()
         assert [p.name for p in directory.iterdir()] == ["model"]
-    assert found == sorted(found, key=lambda dtype: dtype == "fp32")
+    assert found == sorted(found), "bf16, then fp32"
     assert set(found) == {"bf16", "fp32"}
     assert len(found) >= 5
 
 
 def test_memory_is_that_of_one_file_and_not_of_the_model(run: Path, tmp_path: Path) -> None:
-    """Resident memory at its peak, mapped files included, for a model of 156 MB in files of at most 20 MB."""
+    """The peak of the resident memory, with mapped files, for a model of 156 MB in files of at most 20 MB."""
     config = EsmConfig(n_layers=8, dim=640, n_heads=20)
     flat = weights.fresh(config, 0)
     tensors = {f"model.trunk.{name}": flat[name] for name in weights.shapes(config) if name != TIED}
@@ -246,7 +234,7 @@ def test_memory_is_that_of_one_file_and_not_of_the_model(run: Path, tmp_path: Pa
         return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024
 
     def work() -> int:
-        consolidate(run, tmp_path / "small")  # torch's own code, of which a fork has no page at first
+        consolidate(run, tmp_path / "small")  # loads the pages of torch's code
         before = resident("VmRSS")
         Path("/proc/self/clear_refs").write_text("5")
         out = consolidate(tmp_path / "run", tmp_path / "model", max_file_bytes=20_000_000)
@@ -256,9 +244,6 @@ def test_memory_is_that_of_one_file_and_not_of_the_model(run: Path, tmp_path: Pa
     assert fork(work) == 0
     assert sum(file.stat().st_size for file in (tmp_path / "model").glob("*.safetensors")) > 155e6
     assert int((tmp_path / "peak").read_text()) < 50e6
-
-
-# The command
 
 
 def test_best_reaches_the_checkpoints(tmp_path: Path) -> None:

@@ -1,6 +1,4 @@
-"""Every kind of damage to every file of a checkpoint: named, passed over, and gone after the next save. No file runs
-code.
-"""
+"""Damaged checkpoints are named, passed over, and gone after the next save. No file runs code."""
 
 import json
 import os
@@ -29,7 +27,7 @@ FILES = (*SHARDS, "state.json")
 
 
 def write_two(directory: Path) -> int:
-    """Checkpoints of steps 1 to 3 by two ranks; this one and a child of it."""
+    """Write checkpoints of steps 1 to 3 on two ranks: this process and its child."""
     rank = 0 if os.fork() else 1
     store = dist.FileStore(str(directory.parent / "meet"), 2)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
@@ -54,7 +52,7 @@ def directory(written: Path, tmp_path: Path) -> Path:
 
 
 def check(directory: Path, *bad: str) -> None:
-    """Step 3 is damaged: each bad file is named, step 2 is taken, and a run that goes on leaves no trace of it."""
+    """Step 3 is damaged: each bad file is named, step 2 is used, and the next save removes step 3."""
     said: list[str] = []
     assert manifest.newest_good(directory, said.append) == directory / "step_000002"
     assert len(said) == 1
@@ -70,7 +68,7 @@ def check(directory: Path, *bad: str) -> None:
 
 
 def change(path: Path, at: float) -> None:
-    """Change a bit, at a part of the length of a file."""
+    """Change a bit at a share of the file's length."""
     data = bytearray(path.read_bytes())
     data[min(int(at * len(data)), len(data) - 1)] ^= 1
     path.write_bytes(data)
@@ -89,16 +87,13 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 }
 
 
-def test_a_damaged_file(written: Path, tmp_path: Path) -> None:
+def test_a_damaged_file(written: Path, directory: Path, tmp_path: Path) -> None:
     for file in (SHARDS[1], "state.json"):
         for how, damaged in DAMAGE.items():
-            directory = shutil.copytree(written, tmp_path / file / how)
-            damaged(directory / "step_000003" / file)
-            check(directory, file)
-
-
-def test_all_bad_files_are_named_and_a_link_or_a_directory_is_no_file(directory: Path) -> None:
-    step = directory / "step_000003"
+            copy = shutil.copytree(written, tmp_path / file / how)
+            damaged(copy / "step_000003" / file)
+            check(copy, file)
+    step = directory / "step_000003"  # a link or a directory is no file, and all bad files are named
     (step / SHARDS[0]).rename(directory.parent / "elsewhere")
     (step / SHARDS[0]).symlink_to(directory.parent / "elsewhere")
     (step / SHARDS[1]).write_bytes(b"")
@@ -132,18 +127,7 @@ def test_a_damaged_manifest(directory: Path) -> None:
         assert "missing from the checkpoint" in manifest.damage(path.parent), f"{name} leads out of the directory"
 
 
-def test_nothing_good_is_left_after_two_steps_back(directory: Path) -> None:
-    said: list[str] = []
-    for step in ("step_000003", "step_000002"):
-        change(directory / step / SHARDS[0], 0.5)
-    assert manifest.newest_good(directory, said.append) == directory / "step_000001"
-    assert ["step_000003" in said[0], "step_000002" in said[1]] == [True, True]
-    (directory / "step_000001" / "MANIFEST.json").unlink()
-    with pytest.raises(InputError, match="every checkpoint is damaged"):
-        manifest.newest_good(directory, said.append)
-
-
-def test_pointers_that_lie_and_other_names_change_nothing(directory: Path) -> None:
+def test_wrong_pointers_and_other_names_change_nothing_until_all_are_damaged(directory: Path) -> None:
     for text in ("step_000009\n", "", "../../etc", "\0", "LATEST"):
         (directory / "LATEST").write_text(text)
         (directory / "BEST").write_text(text)
@@ -155,6 +139,15 @@ def test_pointers_that_lie_and_other_names_change_nothing(directory: Path) -> No
     assert manifest.newest_good(directory, pytest.fail) == directory / "step_000003"
     shutil.copytree(directory / "step_000001", directory / "step_1000000")  # sorted as numbers, not as text
     assert manifest.complete(directory)[-1] == directory / "step_1000000"
+    shutil.rmtree(directory / "step_1000000")
+    messages: list[str] = []
+    for step in ("step_000003", "step_000002"):
+        change(directory / step / SHARDS[0], 0.5)
+    assert manifest.newest_good(directory, messages.append) == directory / "step_000001"
+    assert ["step_000003" in messages[0], "step_000002" in messages[1]] == [True, True]
+    (directory / "step_000001" / "MANIFEST.json").unlink()
+    with pytest.raises(InputError, match="every checkpoint is damaged"):
+        manifest.newest_good(directory, messages.append)
 
 
 class Trap:
@@ -168,7 +161,7 @@ class Trap:
 
 
 def test_a_pickle_in_a_checkpoint_is_not_run(written: Path, tmp_path: Path) -> None:
-    """Even if whoever packs a run writes a manifest that fits."""
+    """The attacker may write a manifest that fits."""
     for name in (".metadata", "__0_0.distcp", "state.json", "MANIFEST.json", *SHARDS):
         step, called = shutil.copytree(written, tmp_path / name) / "step_000003", tmp_path / f"called {name}"
         (step / name).write_bytes(pickle.dumps(Trap(called)))
@@ -186,19 +179,17 @@ def test_a_pickle_in_a_checkpoint_is_not_run(written: Path, tmp_path: Path) -> N
 
 
 def test_another_shape_or_type_is_refused(directory: Path) -> None:
-    for tensor in (torch.zeros(40, 50, dtype=torch.float16), torch.zeros(40, 51), torch.zeros(40)):
-        for name in ("w0", "w9"):
-            with pytest.raises(InputError, match=f"does not fit this model: {name}"):
-                sharded.load(directory / "step_000003", {name: tensor})
+    half, zeros = torch.zeros(40, 50, dtype=torch.float16), torch.zeros(40, 50)
+    for name, tensor in (("w0", half), ("w0", torch.zeros(40, 51)), ("w0", torch.zeros(40)), ("w9", zeros)):
+        with pytest.raises(InputError, match=f"does not fit this model: {name}"):
+            sharded.load(directory / "step_000003", {name: tensor})
 
 
-@pytest.mark.parametrize(("first", "second"), [([0, 0], [3, 0]), ([0, 0], [1, 0])])
-def test_pieces_that_leave_numbers_out_or_overlap_are_refused(
-    tmp_path: Path, first: list[int], second: list[int]
-) -> None:
-    for n, offsets in enumerate((first, second)):
-        info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": offsets}})}
+@pytest.mark.parametrize("row", [3, 1])
+def test_pieces_that_leave_a_row_out_or_overlap_are_refused(tmp_path: Path, row: int) -> None:
+    for n, first in enumerate((0, row)):
+        info = {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [first, 0]}})}
         save_file({"w": torch.ones(2, 3)}, tmp_path / f"{n}.safetensors", metadata=info)
     size = HuggingFaceStorageReader(str(tmp_path)).read_metadata().state_dict_metadata["w"].size  # type: ignore[union-attr]
-    with pytest.raises(InputError, match="twice or not at all"):
+    with pytest.raises(InputError, match="missing or stored twice"):
         sharded.load(tmp_path, {"w": torch.zeros(size)})

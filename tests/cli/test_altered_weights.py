@@ -1,7 +1,6 @@
 """Weights that are not those that were written: what opens them says so."""
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +16,11 @@ FEW = ("data.train=train.fasta", "data.valid=valid.fasta", "data.test=valid.fast
 FASTA = ">p\nMKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ\n"
 
 
-@pytest.fixture(scope="module")
-def consolidated(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The starter as `consolidate` writes it."""
-    model = tmp_path_factory.mktemp("consolidated") / "model"
-    done = in_process("consolidate", "starter", "-o", model)
-    assert done.returncode == 0, done.stderr
-    return model
-
-
 @pytest.fixture
-def model(consolidated: Path, tmp_path: Path) -> Path:
-    """A copy of it for each test."""
-    shutil.copytree(consolidated, tmp_path / "model")
+def model(tmp_path: Path) -> Path:
+    """The starter as `consolidate` writes it."""
+    done = in_process("consolidate", "starter", "-o", tmp_path / "model")
+    assert done.returncode == 0, done.stderr
     (tmp_path / "some.fasta").write_text(FASTA)
     write_subset(tmp_path, "train", "train", range(3))
     write_subset(tmp_path, "valid", "valid", range(2))
@@ -76,3 +67,20 @@ def test_each_file_is_recorded(model: Path) -> None:
     assert weights.altered(files) is None
     flip_signs(files[0], 10)
     assert str(weights.altered(files)).startswith(str(files[0]))
+
+
+def test_a_recipe_of_another_kind(model: Path) -> None:
+    """Commands answer, in one sentence if they cannot go on."""
+    record = model / "esmshard.json"
+    about = json.loads(record.read_text())
+    for recipe in (None, [], {"task": None}):
+        record.write_text(json.dumps(about | {"recipe": recipe}))
+        # `embed` uses the language model alone.
+        done = in_process("embed", "model", "some.fasta", "-o", f"{recipe}.npy", cwd=model.parent)
+        assert done.returncode == 0, done.stderr
+        for command in ("predict", "consolidate", "score", "evaluate"):
+            given, out = ([] if command == "consolidate" else ["some.fasta"]), {"predict": "x.npz", "score": "x.csv"}
+            done = in_process(command, "model", *given, "-o", out.get(command, "again"), cwd=model.parent)
+            assert done.returncode in (1, 2), command
+            assert len([line for line in done.stderr.splitlines() if line.startswith("error: ")]) == 1
+            assert "model" in done.stderr

@@ -30,13 +30,8 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
     monkeypatch.setattr(launch, "run_local", run_local)
     monkeypatch.setattr(training, "run", run)
-    for name in (
-        *LAUNCHED,
-        "TORCHELASTIC_RESTART_COUNT",
-        "TORCHELASTIC_MAX_RESTARTS",
-        "ESMSHARD_JOB_ID",
-        "SLURM_JOB_ID",
-    ):
+    elastic = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS")
+    for name in (*LAUNCHED, *elastic, "ESMSHARD_JOB_ID", "SLURM_JOB_ID"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(preemption.STOP_AT, "")  # so that it is put back
     return calls

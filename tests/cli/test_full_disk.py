@@ -1,23 +1,19 @@
 """A disk that is full names the path and what to do, and nothing half made stays behind."""
 
-import os
 import resource
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from command import in_process
-from embed_runs import write_fasta, write_model
-
-from esmshard.io import paths as files
+from embed_runs import write_fasta
 
 RECIPE = """\
 task: {name: sequence, kind: number}
 model: {name: nano}
 init: random
-data: {train: x.fasta, valid: x.fasta, test: t.fasta, labels: y.csv, target: [y]}
+data: {train: t.fasta, valid: t.fasta, test: u.fasta, labels: y.csv, target: [y]}
 train: {steps: 1}
 out: run
 """
@@ -26,9 +22,9 @@ out: run
 @pytest.fixture(scope="module")
 def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("full")
-    for name in ("x.fasta", "t.fasta"):
-        write_fasta(root / name, 400, longest=60)
-    ids = [line[1:].split()[0] for line in (root / "x.fasta").read_text().splitlines() if line.startswith(">")]
+    for name, count in (("x.fasta", 400), ("t.fasta", 20), ("u.fasta", 20)):
+        write_fasta(root / name, count, longest=60)
+    ids = [line[1:].split()[0] for line in (root / "t.fasta").read_text().splitlines() if line.startswith(">")]
     (root / "y.csv").write_text("id,y\n" + "".join(f"{one},{n}\n" for n, one in enumerate(ids)))
     (root / "r.yaml").write_text(RECIPE)
     done = in_process("finetune", "r.yaml", "--nproc", "1", cwd=root)
@@ -64,28 +60,3 @@ def test_a_full_disk(project: Path) -> None:
         assert sorted(project.iterdir()) == before
     assert in_process("ingest", "x.fasta", "-o", "s.store", cwd=project).returncode == 0
     assert not (project / "s.store.partial").exists()
-
-
-def of_dead_process(name: Callable[[int], str], folder: Path) -> Path:
-    pid = os.fork()
-    if not pid:
-        os._exit(0)
-    os.waitpid(pid, 0)
-    path = folder / name(pid)
-    path.mkdir() if "csv" not in path.name else path.write_text("half")
-    return path
-
-
-def test_the_next_consolidation_removes_what_a_killed_one_left_and_tells_of_others(tmp_path: Path) -> None:
-    model = write_model(tmp_path / "model")
-    dead = of_dead_process(lambda pid: f".tmp-out-{os.uname().nodename}-{pid}", tmp_path)
-    other = tmp_path / ".tmp-out-another.machine-17"
-    other.mkdir()
-    result = in_process("consolidate", model, "-o", "out", cwd=tmp_path)
-    assert result.returncode == 0, result.stderr
-    assert not dead.exists()
-    assert other.exists()
-    assert (
-        f"{other}: is being made, or was left half made, by process 17 of another.machine; remove it" in result.stderr
-    )
-    assert files.settle(tmp_path / "model") == []

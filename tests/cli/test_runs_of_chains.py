@@ -61,4 +61,4 @@ def test_a_store_that_was_joined_otherwise_is_refused(directory: Path) -> None:
     assert done.returncode == 0, done.stderr
     done = in_process("ingest", "train.csv", "-o", "gap.store", "--join", "gap:3")
     assert done.returncode == 2
-    assert "--join gap:3: a store keeps no gap" in done.stderr
+    assert "--join gap:3: a store cannot save a gap" in done.stderr

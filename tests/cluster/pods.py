@@ -40,16 +40,9 @@ FULL = {
 
 def run(**changes: Any) -> Job:
     """A run of two nodes, with what is to be different."""
-    values: dict[str, Any] = {
-        "name": "contact",
-        "kind": "finetune",
-        "arguments": ("finetune", "contact", "optim.lr=1e-4", "--resume", "auto"),
-        "out": "/work/runs/contact",
-        "nodes": 2,
-        "min_nodes": 1,
-        "gpus_per_node": 8,
-        "nproc": 8,
-    }
+    values: dict[str, Any] = {"name": "contact", "kind": "finetune", "out": "/work/runs/contact"}
+    values |= {"arguments": ("finetune", "contact", "optim.lr=1e-4", "--resume", "auto")}
+    values |= {"nodes": 2, "min_nodes": 1, "gpus_per_node": 8, "nproc": 8}
     return Job(**values | changes)
 
 
@@ -96,22 +89,19 @@ def command(container: dict[str, Any], index: int) -> list[str]:
 
 
 class Pod:
-    """What the kubelet starts in one pod, but for the container: its volume is a directory of this machine.
-
-    Addresses of pods become those of the loopback interface.
-
-    Args:
-        container: as the API has it.
-        index: of the pod.
-        work: in place of the directories /work and /tmp.
-        extra: variables that a controller adds.
+    """What the kubelet starts in one pod, but for the container. `work` stands for the directories /work and /tmp, and
+    loopback addresses stand for those of pods. A controller adds the variables `extra`.
     """
 
     def __init__(self, container: dict[str, Any], index: int, work: Path, extra: dict[str, str]) -> None:
         words = [self._here(word, work) for word in command(container, index)]
         variables = {key: self._here(value, work) for key, value in (environment(container, index) | extra).items()}
         cwd = self._here(container.get("workingDir", "/work"), work)
-        path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # in an image, `python` is the one with esmshard
+        python = work / "bin" / "python"  # in an image, the one with esmshard; here it forks the ranks of torchrun
+        python.parent.mkdir(exist_ok=True)
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} {Path(__file__).parents[1] / "command.py"} "$@"\n')
+        python.chmod(0o755)
+        path = f"{python.parent}:{os.environ['PATH']}"
         self._file = work / f"pod-{index}.log"
         with self._file.open("wb") as file:
             self.process = subprocess.Popen(

@@ -87,19 +87,7 @@ def test_gpus_and_a_torch_that_cannot_use_them(
     assert "full_shard does not fit on 2 x A100-80GB" in " ".join(only(findings, "recipe", "error"))
 
 
-def test_a_driver_that_does_not_answer(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    answer = SimpleNamespace(returncode=9, stdout="NVIDIA-SMI has failed\n", stderr="")
-    programs = SimpleNamespace(run=lambda *arguments, **options: answer, SubprocessError=subprocess.SubprocessError)
-    monkeypatch.setattr(doctor, "subprocess", programs)
-    monkeypatch.setattr("shutil.which", lambda program: program)
-    code, findings = report(capsys)
-    assert code == 1
-    assert "exit code 9: NVIDIA-SMI has failed" in only(findings, "gpus", "error")[0]
-
-
-def test_versions_that_do_not_fit(
+def test_a_driver_that_does_not_answer_versions_that_do_not_fit_and_a_directory_that_cannot_be_written(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Installed:
@@ -107,19 +95,19 @@ def test_versions_that_do_not_fit(
             self.name, self.version = name, version
 
     there = [Installed(*one) for one in (("esmshard", "0.1.0"), ("numpy", "1.20"), ("esm", "3.2"), ("fair-esm", "2.0"))]
+    answer = SimpleNamespace(returncode=9, stdout="NVIDIA-SMI has failed\n", stderr="")
+    programs = SimpleNamespace(run=lambda *arguments, **options: answer, SubprocessError=subprocess.SubprocessError)
     monkeypatch.setattr("importlib.metadata.distributions", lambda: there)
-    code, findings = report(capsys)
+    monkeypatch.setattr(doctor, "subprocess", programs)
+    monkeypatch.setattr("shutil.which", lambda program: program)
+    code, findings = report(capsys, out=Path("/proc/self/run"))
     assert code == 1
+    assert "exit code 9: NVIDIA-SMI has failed" in only(findings, "gpus", "error")[0]
+    assert "out: /proc/self cannot be written" in only(findings, "disks", "error")[0]
     errors = " ".join(only(findings, "versions", "error"))
     assert "numpy 1.20 does not fit >=1.26" in errors
     assert "torch is missing" in errors
-    assert "both own the package `esm`" in " ".join(only(findings, "versions", "warning"))
-
-
-def test_a_directory_that_cannot_be_written(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    code, findings = report(capsys, out=Path("/proc/self/run"))
-    assert code == 1
-    assert "out: /proc/self cannot be written" in only(findings, "disks", "error")[0]
+    assert "both contain the package `esm`" in " ".join(only(findings, "versions", "warning"))
 
 
 def test_processes_of_this_machine_are_timed(place: Path) -> None:

@@ -129,7 +129,7 @@ def test_containers() -> None:
                 (dataclasses.replace(EMBED, out="../../e"), "/e"),
             )
         ),
-        (dataclasses.replace(JOB, arguments=("a\0b",)), {}, "holds a character"),
+        (dataclasses.replace(JOB, arguments=("a\0b",)), {}, "contains a character"),
     ):
         with pytest.raises(UsageError, match=problem):
             render(job, site(**keys))

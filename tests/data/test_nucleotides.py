@@ -56,13 +56,13 @@ def test_every_reader_refuses_them(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = Path("x.fasta")
     path.write_text(f">a\n{random('ACGT', 90)}\n>b\n{random('ACGT', 30)}\n")
     for read in (lambda: ingest([path], Path("out")), lambda: cached(path)):  # `finetune` and `evaluate` use the cache
-        with pytest.raises(InputError, match=r"x\.fasta: 2 records of DNA or RNA, .*--on-nucleotides keep"):
+        with pytest.raises(InputError, match=r"x\.fasta: .* 2 records of DNA or RNA, .*--on-nucleotides keep"):
             read()
     assert [left.name for left in Path().iterdir() if left.name != "cache"] == ["x.fasta"]
     store = ingest([path], Path("x.store"), Rules(on_nucleotides="keep"))
     assert len(cached(store.path)) == 2
     path.write_text(f">bla\n{random('ACGT', 861)}\n")
-    with pytest.raises(InputError, match=r"x\.fasta: 1 record of DNA or RNA, .*; give the protein that it codes for"):
+    with pytest.raises(InputError, match=r"x\.fasta: .* 1 record of DNA or RNA, .*; give the protein"):
         protein_of(path)
     monkeypatch.setattr(ingestion, "_SAMPLE", 5)  # of many records a few, evenly spread, are looked at
     path.write_text("".join(f">r{k}\n{'MKV' * 40 if k % 5 else random('ACGT', 90)}\n" for k in range(21)))

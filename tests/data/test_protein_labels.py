@@ -8,11 +8,7 @@ import pytest
 from in_memory import InMemory
 
 from esmshard.data.labels.protein_labels import ProteinLabels, protein_labels
-from esmshard.data.splits.assignment import TEST, TRAIN, VALID
-from esmshard.data.splits.recipe_splits import given_splits
 from esmshard.errors import InputError, UsageError
-from esmshard.io.store import cached
-from esmshard.io.symbols import Edits
 from esmshard.io.tables import Table, read_table
 
 FASTA = Path("x.fasta")
@@ -101,7 +97,6 @@ def test_rows_that_come_twice(path: Path) -> None:
     assert labels.values[:, 0].tolist() == [1, 2, 3]
     assert labels.notices == ["a row that came twice with the same label was read once in 1 record (a)"]
     refused(f"{path}:4: 'b' has another label", STORE, "number", table(path, "id,target\na,1\nb,2\nb,2.5\nc,3\n"))
-    refused("'a' has another label", STORE, "number", table(path, "id,target\na,1\na,\nb,2\nc,3\n"))
     refused("'a' has another label", STORE, "class", table(path, "id,target\na,x\na,y\nb,x\nc,x\n"))
     labels = of(STORE, "multilabel", table(path, "id,target\na,x;y\nb,y\na,y; x\nc,x\n"))
     assert targets(labels) == [[1, 1], [0, 1], [1, 0]]
@@ -119,15 +114,12 @@ def test_rows_find_records_by_sequence(path: Path) -> None:
     other = table(path, "seq,target\nMKK,1\nMKTAYIAKQRQISFVKSHFSRQ,3\n")
     refused("other ids (MKK, MKTAYIAKQRQISFVKSHFS...)", store, "number", other)
     refused("line 2", store, "number", table(path, "sequence,target\nMK,1\nmk,3\n"))
-    assert of(store, "number", table(path, "id,sequence,target\n7,MK,1\n8,MT,2\n9,MXV,3\n"), id_column="sequence")
 
 
 def test_where_a_table_has_ids_and_sequences_they_must_agree(path: Path) -> None:
     assert of(STORE, "number", table(path, "id,sequence,target\na,mk,1\nb,,2\nc,MV,3\n")).notices == []
     wrong = table(path, "id,sequence,target\na,MK,1\nb,MV,2\nc,MT,3\n")
     refused(f"{path}:3: 'b' has another sequence in x.fasta", STORE, "number", wrong)
-    both = table(path, "sequence,mutated_sequence,target\nMA,MV,3\nMA,MK,1\nMA,MT,2\n")
-    assert targets(of(STORE, "number", both, id_column="mutated_sequence")) == [[1], [2], [3]]
     two = table(path, "id,seq,mutated_sequence,target\na,MK,MV,1\nb,MK,MV,2\nc,MK,MV,3\n")
     assert of(STORE, "number", two).values[:, 0].tolist() == [1, 2, 3]
 
@@ -199,13 +191,3 @@ def test_several_columns_of_zero_and_one(path: Path) -> None:
     refused("1 of 3 records have no label", STORE, "multilabel", gap, columns=["u", "v"])
     assert targets(of(STORE, "multilabel", gap, columns=["u", "v"], required=False)) == [[1, 0], None, [1, 1]]
     assert targets(of(InMemory(">a U=1 V=0 MK"), "multilabel", columns=["u", "v"])) == [[1, 0]]
-
-
-def test_a_fasta_file_and_its_table(tmp_path: Path, path: Path) -> None:
-    fasta = tmp_path / "x.fasta"
-    fasta.write_text(">sp|P1|A TARGET=1 SET=train\nmkt\nv*\n>b TARGET=2 SET=val \r\nM-J\r\n>c SET=test target=3\nMW")
-    store = cached(fasta)
-    assert of(store, "number").values[:, 0].tolist() == [1, 2, 3]
-    assert given_splits(store, fasta, None, Edits()).tolist() == [TRAIN, VALID, TEST]
-    assert targets(of(store, "class", table(path, "id,target\nc,x\nP1,y\nb,z\n"))) == [1, 2, 0]
-    assert targets(of(store, "class", table(path, "sequence,target\nMW,x\nMKTV,y\nMX,z\n"))) == [1, 2, 0]

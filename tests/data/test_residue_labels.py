@@ -108,7 +108,6 @@ def test_flip_files(path: Path, mask: Path) -> None:
     assert targets(labels) == [[-1, 1, 0, 2], [0, 0], [2, 2, -1]]
     assert labels.notices == []
     assert given_splits(STORE, FASTA, path, Edits()).tolist() == [VALID, TRAIN, TEST]
-    assert targets(of(STORE, "class", path)) == [[2, 1, 0, 2], [0, 0], [2, 2, 1]]
     path.write_text(">c MASK=101\nHHE\n>a MASK=1110\nHECH\n>b\nCC\n")
     labels = of(STORE, "class", path)
     assert targets(labels) == [[2, 1, 0, -1], [0, 0], [2, -1, 1]]
@@ -125,13 +124,9 @@ def test_given_classes_keep_their_order(path: Path) -> None:
     assert labels.names == "GHECX"
     assert targets(labels) == [[1, 2, 3, 1], [1, 1], [1, 1, 0]]
     refused(f"{path}:7: record 'c' has the class 'G' at position 3", STORE, "class", path, classes="HEC")
-    headers = InMemory(">a TARGET=HH MK", ">b TARGET=EH MK")
-    refused("record 'b' has the class 'E' at position 1", headers, "class", classes="H")
 
 
 def test_label_records_and_sequences_without_a_partner(path: Path, mask: Path) -> None:
-    path.write_text(">c\nHHH\n>x\nHEC\n>y\nCC\n")
-    refused(f"2 of 3 records have no label in {path} (a, b)", STORE, "class", path)
     path.write_text(">x\nHEC\n>y\nCC\n")
     refused(f"no record (a, b, c) has a label in {path}, which has other ids (x, y)", STORE, "class", path)
     path.write_text(">c\nHHH\n>x\nHEC\n>a\nCCCC\n>b\nCC\n")
@@ -189,29 +184,28 @@ def test_damaged_label_files_are_refused_or_read_right(path: Path) -> None:
     draw = random.Random(3)
     lengths = dict(zip("abcdef", (3, 5, 2, 7, 4, 5), strict=True))
     store = InMemory(*(f">{name} {'M' * length}" for name, length in lengths.items()))
-    read, messages = 0, []
-    for _ in range(400):
+    read, refusals = 0, 0
+    for _ in range(150):
         letters = {name: "".join(draw.choices("HEC", k=length)) for name, length in lengths.items()}
         given = [f">{name} SET=train\n{text}\n" for name, text in letters.items()]
         draw.shuffle(given)
         text = "".join(given)
         for _ in range(draw.randint(0, 2)):
             at, put = draw.randrange(len(text) + 1), draw.choice("\n\r >;=\tH0\x00\u00e9\ufeff")
-            cut = [text[:at] + text[at + 1 :], text[:at] + put + text[at:], text + draw.choice(given), text[:at]]
-            text = draw.choice(cut)
+            ends = (text[at + 1 :], put + text[at:], text[at:] + draw.choice(given), "")
+            text = text[:at] + draw.choice(ends)
         path.write_text(text, newline="")
         try:
             labels = residue_labels(store, FASTA, "class", path, classes="HEC")
-        except InputError as error:
-            messages.append(str(error))
+        except InputError:
+            refusals += 1
             continue
         for n, name in enumerate(lengths):
             if f">{name} SET=train\n{letters[name]}\n" in text:
                 assert labels[n]["target"].tolist() == ["HEC".index(letter) for letter in letters[name]]
                 read += 1
-    assert not any("\n" in message for message in messages)
-    assert 90 < len(messages) < 280
-    assert read > 600
+    assert 30 < refusals < 110
+    assert read > 200
 
 
 def test_labels_of_several_chains_have_none_between_them(path: Path, mask: Path) -> None:
@@ -229,9 +223,6 @@ def test_labels_of_several_chains_have_none_between_them(path: Path, mask: Path)
     for found in targets(of(numbers, "number")):
         assert found[:3] + found[28:] == [1, 2, 3, 4, 5]
         assert np.isnan(found[3:28]).all()
-    store = InMemory(">a TARGET=HHE:C MKT:GS")
-    store.linker = 25
-    refused("labels for 4 residues, but 5", store, "class")
 
 
 def settings(**given: Any) -> DataSettings:

@@ -1,7 +1,6 @@
 """Tables as files of sequences: the columns that are known, the rows that are left out, and the labels beside them."""
 
 import gzip
-import os
 import sys
 from pathlib import Path
 
@@ -140,50 +139,35 @@ def test_letters_of_residues_are_in_a_column() -> None:
         open_split(found, "train", new_task(found.task, {}).labels)
 
 
-def test_the_cache_follows_the_table_and_the_rules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cache_follows_the_conversion(monkeypatch: pytest.MonkeyPatch) -> None:
     first = cached(write("sequence\nMKT\n"))
     assert cached(Path("x.csv")).path == first.path
-    with monkeypatch.context() as patch:
-        patch.setattr("esmshard.io.store.CONVERSION", 0)
-        assert cached(Path("x.csv")).path != first.path
-    os.utime(write("sequence\nMKV\n"), ns=(1, 1))
+    monkeypatch.setattr("esmshard.io.store.CONVERSION", 0)
     assert cached(Path("x.csv")).path != first.path
 
 
-def test_the_column_of_ids_is_that_of_the_sequences() -> None:
-    path = write("id,name,sequence,label\na,x,MKT,1\nb,y,MKV,2\n")
-    files = {"train": "x.csv", "valid": "x.csv", "test": "x.csv"}
-    for column in ("id", "name"):
-        data = DataSettings(**files, id_column=column)
-        source = label_source(path, data)
-        assert isinstance(source, Table)
-        assert source.ids == column
-        assert [cached(path, rules_of(path, data)).id(n) for n in range(2)] == source.columns[column]
-    assert rules_of(path, DataSettings(**files, labels="others.csv", id_column="key")) == Rules()
-
-
 def test_columns_of_other_names_are_read_by_their_names() -> None:
-    path = write("key,my_seq,sequence,label\na,MKT,MMM,1\nb,MKV,MMM,2\n")
+    path = write("key,my_seq,sequence,name,y,set\na,MKT,MMM,u,1,train\nb,MKV,MMM,v,2,train\n")
     rules = Rules(sequence_column="my_seq", id_column="key")
     assert [(record.id, record.sequence) for record in read_fasta(path, rules=rules)] == [("a", "MKT"), ("b", "MKV")]
-    store = ingest([path], Path("x.store"), rules)
-    assert store.id(1) == "b"
+    assert ingest([path], Path("x.store"), rules).id(1) == "b"
     assert cached(path).path != cached(path, rules).path
     for wrong in (Rules(sequence_column="my_sek"), Rules(id_column="my_sek")):
         with pytest.raises(InputError, match=r"has no column 'my_sek'; did you mean 'my_seq'.* 'key', "):
             list(read_fasta(path, rules=wrong))
-
-
-def test_a_recipe_names_its_columns() -> None:
-    write("key,my_seq,y,set\n" + "".join(f"p{n},{'MKTAYIAK'[n:]}MKT,{n},train\n" for n in range(5)))
-    files = {"train": "x.csv", "valid": "x.csv", "test": "x.csv", "sequence_column": "my_seq", "id_column": "key"}
-    given = {"task": {"name": "sequence"}, "data": {**files, "target": "y"}, "train": {"steps": 1}, "out": "run"}
-    recipe = Recipe.model_validate(given | {"model": {"name": "nano"}, "init": "random"})
-    task = new_task(recipe.task, {})
-    train = open_split(recipe, "train", task.labels)
-    assert [train.id(n) for n in range(2)] == ["p0", "p1"]
+    files = {"train": "x.csv", "valid": "x.csv", "test": "x.csv"}
+    for column, names in (("key", ["a", "b"]), ("name", ["u", "v"])):
+        data = DataSettings(**files, id_column=column)
+        source = label_source(path, data)
+        assert isinstance(source, Table)
+        assert source.ids == column
+        assert [cached(path, rules_of(path, data)).id(n) for n in range(2)] == names
+    assert rules_of(path, DataSettings(**files, labels="others.csv", id_column="key")) == Rules()
+    given = recipe("{name: sequence}", ", sequence_column: my_seq, id_column: key, target: y")
+    train = open_split(given, "train", new_task(given.task, {}).labels)
+    assert [train.id(n) for n in range(2)] == ["a", "b"]
     write(">a\nMKT\n", "x.fasta")
-    for_fasta = recipe.model_copy(update={"data": recipe.data.model_copy(update={"train": "x.fasta"})})
+    for_fasta = given.model_copy(update={"data": given.data.model_copy(update={"train": "x.fasta"})})
     with pytest.raises(UsageError, match=r"data\.sequence_column: x\.fasta is no table; remove it"):
         open_split(for_fasta, "train", None)
 
@@ -194,13 +178,13 @@ def test_bad_tables_are_refused_in_one_sentence() -> None:
         ("id,sequence\n", "x.csv: has a header, but no rows"),
         ("id,sequence\na,\n", "x.csv: column 'sequence' has only empty cells"),
         ("sequence,y\n12,1\n3.5,2\n", "x.csv:2: record 'row_2' has '1' at position 1"),
-        ("id,fold\na,MKT\n", "x.csv: has no column of sequences that is known; its columns are 'id', 'fold'"),
+        ("id,fold\na,MKT\n", "x.csv: has no known sequence column; its columns are 'id', 'fold'"),
         ("sequence,mutated_sequence\nMKT,MKV\n", "x.csv: columns 'sequence' and 'mutated_sequence' may both"),
         ("id,sequence\na,MKT\n,MKV\n", "x.csv:3: column 'id' is empty"),
         ("name,accession,seq\na,b,MKT\n", "x.csv: columns 'name' and 'accession' may both be meant"),
         ("name,seq\nmy protein,MKT\n", "x.csv:2: column 'name' has 'my protein'"),
         ("id,seq\na,MKT\nb,\nc,M1T\n", "x.csv:4: record 'c' has '1' at position 2"),
-        ("id,seq\na,MKT\nb,\na,MKV\n", "x.csv: 'a' comes twice with two sequences"),
+        ("id,seq\na,MKT\nb,\na,MKV\n", "x.csv: id 'a' has two different"),
         ("id,seq\na,M>KT\n", "x.csv:2: record 'a' has '>' at position 2"),
         ("id,seq\na,MKT,1,2\n", "x.csv:2: has 4 cells, but the header in line 1 has 2"),
     ):
@@ -252,4 +236,4 @@ def test_two_columns_of_chains_are_one_record() -> None:
         refusal("heavy,light,chain_a,chain_b\nM,K,M,K\n")
     )
     assert "has '2' at position 5" in refusal("heavy,light\nMKT,2\n")
-    assert "has no column of sequences that is known" in refusal("heavy,y\nMKT,2\n")
+    assert "has no known sequence column" in refusal("heavy,y\nMKT,2\n")

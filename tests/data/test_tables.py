@@ -7,11 +7,14 @@ import random
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from packed import zstd
+from pyarrow import parquet as pq
 
 from esmshard.errors import InputError
 from esmshard.io.tables import MISSING, Table, read_table, write_rows
@@ -139,10 +142,9 @@ def test_what_is_no_table() -> None:
 
 
 def test_no_such_file() -> None:
-    for name in ("none.csv", "none.parquet"):
+    for name in ("t.csv", "t.parquet"):
         with pytest.raises(InputError, match=rf"^{name}: no such file$"):
             read_table(Path(name))
-    for name in ("here.csv", "here.parquet"):
         Path(name).mkdir()
         with pytest.raises(InputError, match=rf"^{name}: is a directory"):
             read_table(Path(name))
@@ -178,44 +180,35 @@ def test_the_documented_list_of_missing_values_is_the_one_that_is_read() -> None
     assert {cell.lower() for cell in re.findall("`([^`]+)`", sentence)} | {""} == MISSING
 
 
-def test_what_is_no_number() -> None:
-    for cell in ("inf", "1e999", "1_000", "\u0661", "0x10", "1.2.3", "<5", "12%", "#DIV/0!", "1 000", "1e", "e5", "."):
-        with pytest.raises(InputError, match=rf"^t.csv:4: column 'x' has {re.escape(repr(cell))}"):
-            table(f"x,y\n1,a\n\n{cell},b\n").numbers("x")
-
-
 def test_decimal_commas() -> None:
-    assert table("m;x\na;1,5\nb;-2\nc;,25\nd;\ne;1,5e3\n").numbers("x").tolist()[:3] == [1.5, -2.0, 0.25]
-    assert table("m;x\na;1,5\nb;-2\nc;,25\nd;1,5e3\n").numbers("x")[3] == 1500
-    assert table('x,y\n"1,5",2\n').numbers("x").tolist() == [1.5]
-    # not three digits, a leading zero or four digits before it: no comma of thousands, so none is
-    assert table("m;x\na;1,234\nb;2,5\n").numbers("x").tolist() == [1.234, 2.5]
-    assert table("m;x\na;0,234\nb;-2,534\n").numbers("x").tolist() == [0.234, -2.534]
-    assert table("m;x\na;1234,567\n").numbers("x").tolist() == [1234.567]
-
-
-def test_commas_that_may_be_anything() -> None:
-    for cells, line in (
-        ("7 1,234 -12,345", 3),  # may be thousands
-        ("1,5 7 1.5", 2),
-        ("2.5 1,5 0.5 0,5", 3),
-        ("1,234,567", 2),
-        ("1.234,5", 2),
+    for cells, numbers in (
+        ("1,5 -2 ,25 1,5e3", [1.5, -2.0, 0.25, 1500.0]),
+        # not three digits, a leading zero or four digits before it: no comma of thousands, so none is
+        ("1,234 2,5", [1.234, 2.5]),
+        ("0,234 -2,534", [0.234, -2.534]),
+        ("1234,567", [1234.567]),
     ):
-        with pytest.raises(InputError, match=rf"^t.csv:{line}: .* decimal point"):
-            table("m;x\n" + "".join(f"a;{cell}\n" for cell in cells.split())).numbers("x")
+        assert column(cells).numbers("x").tolist() == numbers
+
+
+def test_what_is_no_number() -> None:
+    words = "inf 1e999 1_000 \u0661 0x10 1.2.3 <5 12% #DIV/0! 1e e5 . 1,234 -12,345 1,234,567 1.234,5"
+    for cells, row in (*((f"7 {word}", 1) for word in words.split()), ("1,5 7 1.5", 0), ("2.5 1,5 0,5", 1)):
+        wrong = re.escape(repr(cells.split()[row]))
+        with pytest.raises(InputError, match=rf"^t.csv:{row + 2}: column 'x' has {wrong}, .* decimal point"):
+            column(cells).numbers("x")
+
+
+def column(cells: str) -> Table:
+    return table("m;x\n" + "".join(f"a;{cell}\n" for cell in cells.split()))
 
 
 def parquet(columns: list[object], names: list[str]) -> Path:
-    pa = pytest.importorskip("pyarrow")
-    from pyarrow import parquet as pq
-
     pq.write_table(pa.table(columns, names=names), "t.parquet")
     return Path("t.parquet")
 
 
 def test_parquet() -> None:
-    pa = pytest.importorskip("pyarrow")
     path = parquet(
         [
             pa.array([" A24G", "WT", None]),
@@ -243,27 +236,24 @@ def test_parquet() -> None:
 
 
 def test_parquet_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    pa = pytest.importorskip("pyarrow")
     path = parquet([pa.array([1, 2]), pa.array([3, 4])], ["a", "a"])
     with pytest.raises(InputError, match=r"^t\.parquet: has two columns 'a'; rename one of them$"):
         read_table(path)
     with pytest.raises(InputError, match="no rows"):
         read_table(parquet([pa.array([], pa.int64())], ["a"]))
     whole = parquet([pa.array(["x" * 50, "y"])], ["a"]).read_bytes()
-    generator = random.Random(0)
-    messages = []
-    for _ in range(60):
-        damaged = bytearray(whole[: generator.randrange(len(whole))] if generator.random() < 0.3 else whole)
-        for _ in range(generator.randrange(1, 5)):
-            if damaged:
-                damaged[generator.randrange(len(damaged))] = generator.randrange(256)
+    draw, messages = random.Random(0), []
+    for _ in range(40):
+        damaged = bytearray(whole[: draw.randrange(1, len(whole))] if draw.random() < 0.3 else whole)
+        for _ in range(draw.randrange(1, 5)):
+            damaged[draw.randrange(len(damaged))] = draw.randrange(256)
         path.write_bytes(damaged)
-        try:
+        with suppress(InputError):
             read_table(path)
-        except InputError as error:
-            messages.append(str(error))
-    assert len(messages) > 30
-    assert all(message.startswith("t.parquet: ") and len(message.splitlines()) == 1 for message in messages)
+            continue
+        messages.append(refused(bytes(damaged), "t.parquet"))
+    assert len(messages) > 20
+    assert all(message.startswith("t.parquet: ") for message in messages)
     assert refused(b"mutant,score\n", "t.parquet").startswith("t.parquet: cannot be read as Parquet (")
     for name in [name for name in sys.modules if name.startswith("pyarrow")]:
         monkeypatch.setitem(sys.modules, name, None)

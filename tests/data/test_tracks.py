@@ -10,7 +10,7 @@ from structure_texts import OTHER, SEQ, backbone, chain, cif, pdb, three
 
 from esmshard.data import tracks as track_reader
 from esmshard.data.batching.loader import Examples, Long
-from esmshard.data.tracks import RecordTracks, TrackFile, record_tracks, values_of
+from esmshard.data.tracks import TrackFile, record_tracks, values_of
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits
@@ -43,12 +43,10 @@ def test_letters_are_numbered_in_either_case_and_codes_are_arrays_by_id(tmp_path
 def test_wrong_letters_and_codes_are_refused(tmp_path: Path) -> None:
     for given, parts in (
         (">b\nh\n>a\nhxc\n", ("x.fasta:3: record 'a' has 'x' at position 2", "(hec)", "#")),
-        (">a\nhh\u00e9\n", ("record 'a' has 'é' at position 3",)),
         (">a\nhh\n", ("x.fasta:1: record 'a' has letters of turns of 2 residues", "3 residues", "#")),
         (">a\nhhh\n>a\nhhh\n", ("x.fasta:3: record 'a'", "x.fasta:1 too")),
         ("hhh\n", ("x.fasta:1: text before the first '>'",)),
         (np.array([0, 501, 2]), ("x.npz: record 'a' has 501 at position 2", "0 to 499, and 500")),
-        (np.array([0, -1, 2]), ("has -1 at position 2",)),
         (np.array([0.0, 1.0, 2.0]), ("x.npz: record 'a' is float64 [3]", "whole numbers")),
         (np.array([[0, 1, 2]]), ("is int64 [1, 3]",)),
         (np.array([0, 1]), ("words of structure of 2 residues", "3 residues", "500")),
@@ -63,8 +61,6 @@ def test_wrong_letters_and_codes_are_refused(tmp_path: Path) -> None:
     for value in (np.zeros((3, 3)), np.array([["a"]])):
         with pytest.raises(InputError, match=refusal("[residues, 3, 3]")):
             values_of(PLACES, value, "x")
-    with pytest.raises(InputError, match="int"):
-        values_of(LETTERS, 3, "x")
 
 
 @pytest.fixture
@@ -112,27 +108,14 @@ def store(tmp_path: Path) -> TokenStore:
     return cached(fasta)
 
 
-def letters_of(sequence: str) -> str:
-    """A letter for each residue that depends on the residue, so that a shifted track is seen."""
-    return "".join("hec"[ord(letter) % 3] for letter in sequence)
-
-
-def aligned(tokens: np.ndarray, values: np.ndarray) -> bool:
-    expected = [LETTERS.letters.index(letter) for letter in letters_of(decode(tokens))]
-    return values.tolist() == [3, *expected, 3]
-
-
-@pytest.fixture
-def tracks(store: TokenStore, tmp_path: Path) -> RecordTracks:
-    text = "".join(f">{store.id(n)}\n{letters_of(decode(store.residues(n)))}\n" for n in (2, 0))
+@pytest.mark.parametrize("long", ["crop", "window"])
+def test_crops_and_windows_keep_a_track_with_its_residues(long: Long, store: TokenStore, tmp_path: Path) -> None:
+    """The letter of a residue depends on the residue, so that a shifted track is seen."""
+    text = "".join(f">{store.id(n)}\n{''.join('hec'[k % 3] for k in store.residues(n))}\n" for n in (2, 0))
     (tmp_path / "turns.fasta").write_text(text)
     np.savez(tmp_path / "words.npz", b=np.array([7, 500, 300, 0]))
     files = [TrackFile(LETTERS, tmp_path / "turns.fasta"), TrackFile(CODES, tmp_path / "words.npz")]
-    return record_tracks(files, store)
-
-
-@pytest.mark.parametrize("long", ["crop", "window"])
-def test_crops_and_windows_keep_a_track_with_its_residues(long: Long, store: TokenStore, tracks: RecordTracks) -> None:
+    tracks = record_tracks(files, store)
     split = Examples("train", Path("x"), store, None, long=long, max_length=11)
     before = split.digest
     split.add_tracks(tracks)
@@ -142,13 +125,11 @@ def test_crops_and_windows_keep_a_track_with_its_residues(long: Long, store: Tok
         for n in range(len(split)):
             example = split.get(n, epoch)
             turns, words = example.tracks["turns"], example.tracks["words"]
-            assert (turns.dtype, words.dtype) == (np.uint8, np.int64)
-            assert len(turns) == len(words) == len(example.tokens)
+            assert (turns.dtype, words.dtype, len(words)) == (np.uint8, np.int64, len(example.tokens))
             if example.id == "b":
-                assert turns.tolist() == [3] * 6
-                assert words.tolist() == [500, 7, 500, 300, 0, 500]
+                assert (turns.tolist(), words.tolist()) == ([3] * 6, [500, 7, 500, 300, 0, 500])
             else:
-                assert aligned(example.tokens, turns)
+                assert turns.tolist() == [3, *(example.tokens[1:-1] % 3), 3]
                 assert set(words.tolist()) == {500}
                 firsts.add(decode(example.tokens)[:4])
     assert len(firsts) > 1, "the parts begin at several places"

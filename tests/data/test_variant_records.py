@@ -12,7 +12,7 @@ from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.data.splits.variant_records import VariantRecords, divide, open_variants
 from esmshard.data.variants import parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.recipe.sections import DataSettings, Recipe
+from esmshard.recipe.sections import Recipe
 from esmshard.tasks.metrics import draws
 from esmshard.vocab import decode
 
@@ -40,23 +40,14 @@ class Table:
         self.path.write_text("\n".join(map(",".join, rows)) + "\n")
 
     def recipe(self, seed: int = 0, pool: str = "sites", **given: Any) -> Recipe:
-        given = {"fold": 0, **given} if given.get("folds") else given
-        return Recipe.model_validate(
-            {
-                "task": {"name": "variant", "pool": pool},
-                "model": {"name": "nano"},
-                "data": {"table": str(self.path), "wild_type": str(self.fasta), **given},
-                "batch": {"sequences": 10},
-                "train": {"seed": seed},
-                "out": "run",
-            }
-        )
-
-    def data(self, **given: Any) -> DataSettings:
-        return self.recipe(**given).data
+        fold = {"fold": 0} if given.get("folds") else {}
+        data = {"table": str(self.path), "wild_type": str(self.fasta), **fold, **given}
+        fixed = {"model": {"name": "nano"}, "batch": {"sequences": 10}, "out": "run"}
+        task = {"name": "variant", "pool": pool}
+        return Recipe.model_validate({"task": task, "data": data, "train": {"seed": seed}, **fixed})
 
     def split(self, **given: Any) -> dict[str, Examples]:
-        return {name: open_variants(self.data(**given), name, alone=False) for name in SETS}
+        return {name: open_variants(self.recipe(**given).data, name, alone=False) for name in SETS}
 
 
 @pytest.fixture
@@ -126,11 +117,11 @@ def test_smaller_shares_are_parts_of_larger_ones(table: Table) -> None:
 
 def test_a_library_of_few_sites_is_told_what_suits_it(table: Table) -> None:
     table.write([f"A4{a}:Y5{b}:K8{b}:S13{a}" for a in "CDEFGHI" for b in "LNPRTVW"])
-    _, (notice,) = divide(table.data(split="random"))
+    _, (notice,) = divide(table.recipe(split="random").data)
     assert "task.pool=sites data.transform=rank" in notice
-    assert divide(table.data(split="random", transform="rank"))[1] == []
+    assert divide(table.recipe(split="random", transform="rank").data)[1] == []
     table.write([f"{WT[n]}{n + 1}{letter}" for n in range(8) for letter in "CDGW" if letter != WT[n]])
-    assert divide(table.data(split="random"))[1] == [], "single mutants of few sites are no library"
+    assert divide(table.recipe(split="random").data)[1] == [], "single mutants of few sites are no library"
 
 
 def test_records_are_made_from_the_wild_type(table: Table) -> None:

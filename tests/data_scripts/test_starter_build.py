@@ -51,28 +51,17 @@ def database(path: Path, chains: list[tuple[str, str, str, np.ndarray]]) -> Path
         atoms.append(atoms_L43)
     n = len(seq)
     angles, access, depth, dssp = np.zeros((n, 2), "<i2"), np.zeros(n, "<u2"), np.zeros(n, "<u2"), b"H" * n
-    blocks = [
-        seq,
-        np.concatenate(atoms).astype("<u2").tobytes(),
-        angles.tobytes(),
-        access.tobytes(),
-        depth.tobytes(),
-        dssp,
-    ]
+    others = (block.tobytes() for block in (angles, access, depth))
+    blocks = [seq, np.concatenate(atoms).astype("<u2").tobytes(), *others, dssp]
     path.write_bytes(header + b"".join(struct.pack("<Q", n) + block for block in blocks))
     return path
 
 
 def test_usable_chains_are_found_at_their_rows_and_written_in_the_format_of_the_project(build, tmp_path):
     good = TEN * 4
-    file = database(
-        tmp_path / "structure_db.dat",
-        [
-            ("1ABC", "A", good, backbone(40)),
-            ("2DEF", "B", "MNPQRSTVWY" * 5, backbone(50, gap_after=20, bond=170)),
-            ("3GHI", "XY", good + "MM", backbone(42)),
-        ],
-    )
+    broken = ("2DEF", "B", "MNPQRSTVWY" * 5, backbone(50, gap_after=20, bond=170))
+    entries = [("1ABC", "A", good, backbone(40)), broken, ("3GHI", "XY", good + "MM", backbone(42))]
+    file = database(tmp_path / "structure_db.dat", entries)
     chains = build.usable_chains(file)
     assert chains == {"1ABC_A": good, "3GHI_XY": good + "MM"}
 
@@ -109,14 +98,8 @@ def test_what_is_similar_to_the_sample_or_held_out_is_in_neither_training_file(
     cluster = {f"{k}XYZ_A": f"c{c}" for k, c in {0: 0, 1: 1, 2: 2, 3: 3, 4: 4, 5: 4, 7: 7}.items()} | {"8BRK_A": "c9"}
     rows = "".join(f"{c}\t{name}\n" for name, c in cluster.items())
     (tmp_path / "pool.tsv").write_text("cluster\tchain\n" + rows)
-    examples = {
-        "family": "A" * 60,  # of one in `valid`
-        "same": chain["3XYZ_A"],
-        "odd": "K*" * 40,
-        "short": "L" * 39,
-        "new": "HXU" * 20,
-        "near": "HX" * 20,
-    }
+    examples = {"family": "A" * 60, "same": chain["3XYZ_A"], "odd": "K*" * 40, "short": "L" * 39}  # A is in `valid`
+    examples |= {"new": "HXU" * 20, "near": "HX" * 20}
     (tmp_path / "examples.fasta").write_text("".join(f">{name}\n{s}\n" for name, s in examples.items()))
     # In NCBIstdaa A is 1 and V 19: of a family in `valid`, new, and too short.
     (tmp_path / "few.psq").write_bytes(b"\0" + b"\0".join(bytes([code]) * n for code, n in BLAST) + b"\0")
@@ -143,10 +126,8 @@ def test_what_is_similar_to_the_sample_or_held_out_is_in_neither_training_file(
     sequences = dict(build.read_fasta(out / "sequences.fasta.gz"))
     left = {name: chain[name] for name in ("3XYZ_A", "4XYZ_A", "5XYZ_A", "7XYZ_A")}  # 7 stands for 2, which is shorter
     first = next(iter(held_out.values()))[0]
-    assert sequences == {name: s for name, s in left.items() if s[0] != first} | {
-        "new": examples["new"],
-        "few_1": "V" * 44,
-    }
+    new = {"new": examples["new"], "few_1": "V" * 44}
+    assert sequences == {name: s for name, s in left.items() if s[0] != first} | new
     assert (out / "chains.npz").is_file()
     assert (out / "valid_chains.npz").is_file()
     # Seven of 51, the last of 61, less the one outside the pool; then 60 of a family, 60 new and 40 near that.

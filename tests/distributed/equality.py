@@ -1,125 +1,66 @@
-"""What the ranks of the equality tests do: gradients of one step and losses of five, many layouts in one start."""
+"""What the ranks of the equality tests do: gradients of one step and losses of several, many layouts in one start."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import work
-from conftest import RECIPE, write_subset
-from packed_weights import unpacked
-from ranks import patch
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
+from work import UNLABELLED, build
 
 from esmshard.batch import TokenBatch
-from esmshard.data.batching.loader import Examples
 from esmshard.data.batching.packing import StepPlan, assign
-from esmshard.data.splits.recipe_splits import open_split
-from esmshard.model import attention, weights
-from esmshard.model.config import ModelConfig
-from esmshard.model.families import family_registry
-from esmshard.model.families.esm2 import ESM2, EsmConfig
-from esmshard.model.finetuner import FineTuner
+from esmshard.model import attention
+from esmshard.model.families.family_registry import SIZES
 from esmshard.parallel import tensor_parallel
 from esmshard.parallel.layout import Layout
-from esmshard.parallel.load import materialise
 from esmshard.parallel.process_group import World, world
-from esmshard.parallel.shard import DTYPES, groups, next_micro_batch, shard, trainable
+from esmshard.parallel.shard import DTYPES, groups, local, next_micro_batch, trainable
 from esmshard.planner import exchanged, numbers_of, parse
 from esmshard.recipe.sections import Recipe
-from esmshard.tasks.base import LossSum, Task, collate
-from esmshard.tasks.contact import ContactTask
-from esmshard.tasks.finetuned import tracks_of
+from esmshard.tasks.base import Task, collate
 from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import StepResult, train_step
-from esmshard.vocab import MASK
 
-CONFIG = EsmConfig(n_layers=3, dim=32, n_heads=4)
-STEPS = 5
-UNLABELLED = 5
-"""The record of the tiny data set that has no coordinates."""
-
+STEPS = 3
 SHARES: dict[int, list[list[list[int]]]] = {
     1: [[[0, 1, 2, 3], [4, 6], [7, UNLABELLED]]],
     2: [[[0, 1, 2], [3, 4], [6, 7]], [[UNLABELLED]]],
+    3: [[[0, 1, 2, 3]], [[4, 6], [7]], [[UNLABELLED]]],
     4: [[[0, 1, 2], [3]], [[4, 6]], [[UNLABELLED]], [[7]]],
 }
 """The same eight records by world size, rank and micro-batch: uneven, and on a rank without any label."""
-
-
-def written(directory: Path) -> Path:
-    """A recipe on 24 training chains, one without coordinates; steps of about three records."""
-    write_subset(directory, "train", "train", range(24), unresolved=UNLABELLED)
-    write_subset(directory, "valid", "valid", range(5))
-    text = RECIPE.replace("global_tokens: 400", "global_tokens: 150").replace("blocks: 1", "blocks: 0")
-    (directory / "tiny.yaml").write_text(text.format(tokens_per_rank=66, out=directory / "run"))
-    return directory / "tiny.yaml"
-
-
 ALONE = World(0, 1, torch.device("cpu"), None)
-
-Micro = tuple[TokenBatch, list[torch.Tensor], bool]
-
-
-def config_of(recipe: Recipe) -> ModelConfig:
-    """Three layers of an ESM-2; of another family the size that the recipe names."""
-    config = family_registry.SIZES[recipe.model.name]
-    return CONFIG if config.family == CONFIG.family else config
-
-
-def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
-    """Trunk and contact head, sharded; or, without a layout, as plain as can be."""
-    task, config, quantization = ContactTask(recipe.task, {}), config_of(recipe), recipe.model.quantize
-    base = weights.fresh(config, 3)
-    head = task.head(config)
-    head.load_state_dict(work.rough_head(recipe, task, base))
-    if laid is None or ranks is None:
-        base = base if quantization is None else unpacked(base, quantization)
-        model = FineTuner(weights.build(base, torch.device("cpu")), head)
-        model.adapt(recipe.adapt, recipe.train.seed)
-        rows_of = work.rough_rows(model, base, head)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(rows_of(name, slice(None)))
-        return model.to(DTYPES["fp32"]).train(), task
-    with torch.device("meta"):
-        model = FineTuner(family_registry.build(config), task.head(config))
-    model.adapt(recipe.adapt, recipe.train.seed, (), quantization)
-    model.to(DTYPES["fp32"])
-    shard(model, laid, ranks)
-    materialise(model, work.rough_rows(model, base, head), laid, ranks)
-    return model.train(), task
 
 
 def plain(path: str, steps: int = STEPS) -> dict[str, Any]:
     """The reference: one process, no sharding, no checkpointing, records one by one."""
     recipe = work.load(path)
     model, task = build(recipe, None, None)
-    data = open_split(recipe, "train", task.labels, tracks_of(recipe))
+    data = work.examples(recipe, task)
     total, count = torch.zeros(()), 0.0
     for n in [n for share in SHARES[4] for micro in share for n in micro]:
         batch, targets = collate(task, [data.get(n, 0)])
         part = task.loss(model(batch), targets)
         total, count = total + part.sum, count + float(part.count)
     (total / count).backward()
-    found = {name: work.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: work.full(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
-    return {"loss": float(total.detach()) / count, "gradients": found} | curve(
+    return {"loss": float(total.detach()) / count, "gradients": gradients} | curve(
         recipe, model, task, ALONE, Layout(), steps
     )
 
 
 @contextmanager
 def double_precision() -> Iterator[None]:
-    """Compute what a recipe computes in fp32 in fp64: some gradients are sums whose terms nearly cancel, and in fp32
-    those of ESM3's LoRA are 3e-5 from the exact ones on one process, too.
-    """
+    """Compute in fp64 what a recipe computes in fp32: in fp32, gradients of ESM3's LoRA have errors of 3e-5."""
     DTYPES["fp32"] = torch.float64
     try:
         yield
@@ -127,43 +68,32 @@ def double_precision() -> Iterator[None]:
         DTYPES["fp32"] = torch.float32
 
 
-def micro_batches(task: Task, data: Examples, share: Sequence[Sequence[int]], most: int) -> Iterator[Micro]:
-    """A rank's micro-batches, and dummies up to as many as any rank has."""
-    for n in range(most):
-        is_dummy = n >= len(share)
-        yield (*collate(task, [data.get(k, 0) for k in share[0 if is_dummy else n]]), is_dummy)
-
-
 def gradients(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout, wrong: bool) -> dict[str, Any]:
     """Loss and gradients of the eight records. `wrong`: each rank divides by its own count, the classic mistake."""
-    data = open_split(recipe, "train", task.labels, tracks_of(recipe))
-    shares = SHARES[laid.data_size]
-    own = shares[ranks.data_rank]
-    batches = list(micro_batches(task, data, own, max(map(len, shares))))
+    data, shares = work.examples(recipe, task), SHARES[laid.data_size]
+    share, most = shares[ranks.data_rank], max(map(len, shares))
     losses, count = 0.0, 0.0
-    for n, (batch, targets, is_dummy) in enumerate(batches):
+    for n in range(most):
+        batch, targets = collate(task, [data.get(k, 0) for k in share[n if n < len(share) else 0]])
         part = task.loss(model(batch), targets)
-        scale = 0.0 if is_dummy else 1.0
-        divide = max(1.0, float(part.count)) * len(batches) * laid.data_size if wrong else 1.0
-        next_micro_batch(model, laid, n + 1 == len(batches))
+        scale = float(n < len(share))  # 0 for a dummy
+        divide = max(1.0, float(part.count)) * most * laid.data_size if wrong else 1.0
+        next_micro_batch(model, laid, n + 1 == most)
         (part.sum * scale / divide).backward()
         losses, count = losses + scale * float(part.sum.detach()), count + scale * float(part.count)
     total, everyone = (value / laid.together for value in ranks.sum([losses, count]))
     return {
         "loss": total / everyone,
         "count": count,
-        "micro_batches": len(own),
         "gradients": {n: work.full(p.grad) / (1.0 if wrong else everyone) for n, p in trainable(model).items()},
     }
 
 
-def curve(
-    recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout, steps: int = STEPS
-) -> dict[str, Any]:
+def curve(recipe: Recipe, model: nn.Module, task: Task, ranks: World, laid: Layout, steps: int) -> dict[str, Any]:
     """Losses and gradient norms of real steps, and how far they moved each weight."""
     optimizer = adamw(model, recipe.optim)
     before = {name: work.full(p) for name, p in model.named_parameters()}
-    data = open_split(recipe, "train", task.labels, tracks_of(recipe))
+    data = work.examples(recipe, task)
     plan = StepPlan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
     results: list[StepResult] = []
     for step in range(steps):
@@ -174,92 +104,80 @@ def curve(
         results.append(train_step(model, task, optimizer, batches, recipe.optim.clip, ranks, laid))
     for group in groups(model):
         group.reshard()
-    moved = {name: float(np.abs(work.full(p) - before[name]).max()) for name, p in model.named_parameters()}
     return {
         "losses": [r.loss for r in results],
         "norms": [r.grad_norm for r in results],
-        "moved": moved["trunk.embed_tokens.weight"],
-        "all_moved": moved,
+        "moved": {name: float(np.abs(work.full(p) - before[name]).max()) for name, p in model.named_parameters()},
     }
 
 
-def recipes(wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int, double: bool = False) -> list[dict[str, Any]]:
-    """Gradients and losses of several recipes, each under a `parallel` section."""
-    found = []
-    with world(alone_too=True) as everyone, double_precision() if double else nullcontext():
+def cases(
+    wanted: Sequence[tuple[str, Mapping[str, Any]]], steps: int = STEPS, double: bool = False, fsdp: bool = True
+) -> list[dict[str, Any]]:
+    """Gradients and losses of recipes, each under a `parallel` section. By default a single process uses FSDP, too."""
+    # Dynamo's tracing without a compiler behind it: the same calls in the same places, and seconds instead of minutes.
+    attention.TrunkBlock.compile = _compile_eagerly  # type: ignore[method-assign]
+    results = []
+    with world(alone_too=fsdp) as everyone, double_precision() if double else nullcontext():
         for path, settings in wanted:
-            recipe = work.load(path)
-            laid = work.laid_out(recipe, everyone, **settings)
+            recipe, wrong = work.load(path), bool(settings.get("wrong"))
+            laid = work.laid_out(recipe, everyone, **{k: v for k, v in settings.items() if k != "wrong"})
             ranks = replace(everyone, together=laid.together)
             model, task = build(recipe, ranks, laid)
-            result = gradients(recipe, model, task, ranks, laid, wrong=False)
-            model.zero_grad()
-            found.append(result | curve(recipe, model, task, ranks, laid, steps))
-    return found
+            seen = _dtypes_of_coordinates(model)
+            result = gradients(recipe, model, task, ranks, laid, wrong)
+            result |= {"groups": len(groups(model)), "group": laid.group, "coordinates": seen}
+            result["held"] = sum(local(p).numel() for p in trainable(model).values())
+            result["dtypes"] = {str(p.dtype) for p in model.parameters()}
+            if not wrong:
+                model.zero_grad()
+                result |= curve(recipe, model, task, ranks, laid, steps)
+            results.append(result)
+    return results
 
 
-def mistaken(path: str, mistake: str) -> dict[str, Any]:
-    """Loss and gradients with layers divided over both ranks, and a mistake."""
-    if mistake == "norm of own heads":
-        patch.setattr(tensor_parallel.DividedNorm, "forward", _norm_of_own_heads)
-    elif mistake == "bias of every rank":
-        patch.setattr(tensor_parallel, "_local_parts", lambda _, parameters: _local_parts((), parameters))
-    else:
-        undivided = lambda model, rows: setattr(tensor_parallel.trunk_of(model), "pack", rows)  # noqa: E731
-        patch.setattr(tensor_parallel, "divide_tokens", undivided)
-    recipe = work.load(path)
+_compile = attention.TrunkBlock.compile
+
+
+def _compile_eagerly(block: attention.TrunkBlock, *, dynamic: bool) -> None:
+    _compile(block, dynamic=dynamic, backend="eager")
+
+
+def _dtypes_of_coordinates(model: nn.Module) -> set[str]:
+    seen = set[str]()
+    for module in (module for name, module in model.named_modules() if name.endswith(".geom_attn")):
+        module.register_forward_pre_hook(lambda _, given: seen.add(str(given[1].dtype)))
+    return seen
+
+
+def mistaken(paths: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Loss and gradients with layers divided over both ranks, by mistake."""
+    mistakes: dict[str, tuple[Any, str, Any]] = {
+        "norm of own heads": (tensor_parallel.DividedNorm, "forward", _norm_of_own_heads),
+        "bias of every rank": (tensor_parallel, "_local_parts", lambda _, parameters: _local_parts((), parameters)),
+        "gradients that count twice": (
+            *(tensor_parallel, "divide_tokens"),
+            lambda model, rows: setattr(tensor_parallel.trunk_of(model), "pack", rows),
+        ),
+    }
+    results = {}
     with world() as everyone:
-        laid = work.laid_out(recipe, everyone, tensor=2)
-        ranks = replace(everyone, together=2)
-        model, task = build(recipe, ranks, laid)
-        return gradients(recipe, model, task, ranks, laid, wrong=False)
+        for mistake, path in paths.items():
+            recipe = work.load(path)
+            laid = work.laid_out(recipe, everyone, tensor=2)
+            ranks = replace(everyone, together=2)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(*mistakes[mistake])
+                model, task = build(recipe, ranks, laid)
+                results[mistake] = gradients(recipe, model, task, ranks, laid, wrong=False)
+    return results
+
+
+_local_parts = tensor_parallel._local_parts
 
 
 def _norm_of_own_heads(norm: nn.LayerNorm, y_TD: torch.Tensor) -> torch.Tensor:
     return nn.functional.layer_norm(y_TD, y_TD.shape[1:], norm.weight, None, norm.eps)
-
-
-def operations(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """How often the products with a bias, and the collectives among ranks of a layer, ran in one pass and its gradient.
-
-    The products of a backward pass have no bias, so that those with one are of the forward pass or computed again.
-    """
-    recipe, found = work.load(path), {}
-    with world(alone_too=True) as everyone:
-        for name, settings in wanted.items():
-            laid = work.laid_out(recipe, everyone, **settings)
-            ranks = replace(everyone, together=laid.together)
-            model, task = build(recipe, ranks, laid)
-            data = open_split(recipe, "train", task.labels, tracks_of(recipe))
-            batch, targets = collate(task, [data.get(0, 0)])
-            with Counted(laid.together) as counted:
-                task.loss(model(batch), targets).sum.backward()
-            numbers = numbers_of(model, config_of(recipe))
-            planned = exchanged(numbers, laid, parse("2xA100-40GB"), len(batch.tokens_T)).received
-            found[name] = {**counted.calls, "planned bytes": planned}
-    return found
-
-
-def graphs(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, list[int]]:
-    """The graphs of compiled layers after each of four packs of other lengths. Attention is one operation, as it
-    is on a GPU; where ranks divide the tokens, it is between compiled parts.
-    """
-    patch.setattr(attention.TrunkBlock, "compile", _compile_eagerly)
-    patch.setattr(attention, "attend", lambda q, k, v, batch: q + 2 * k + 3 * v + 1e-3 * batch.max_seqlen)
-    recipe, found = work.load(path), {}
-    with world() as everyone:
-        for name, settings in wanted.items():
-            torch._dynamo.reset()
-            counters.clear()
-            laid = work.laid_out(recipe, everyone, compile=True, **settings)
-            model, task = build(recipe, replace(everyone, together=laid.together), laid)
-            data = open_split(recipe, "train", task.labels, tracks_of(recipe))
-            found[name] = []
-            for records in ([0, 1], [2], [3, 4, 6], [7, 8]):
-                batch, targets = collate(task, [data.get(n, 0) for n in records])
-                task.loss(model(batch), targets).sum.backward()
-                found[name].append(counters["stats"]["unique_graphs"])
-    return found
 
 
 class Counted(TorchDispatchMode):
@@ -271,93 +189,62 @@ class Counted(TorchDispatchMode):
         """By operation; under `bytes` what gathers and scatters brought from the ranks that compute layers together."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
+        output, name = func(*args, **(kwargs or {})), func.overloadpacket.__name__
         self.calls[name] += 1
         if name in ("all_gather_into_tensor", "reduce_scatter_tensor"):
-            self.calls["bytes"] += max(args[0].nbytes, found.nbytes) * (self.ranks - 1) // self.ranks
-        return found
+            self.calls["bytes"] += max(args[0].nbytes, output.nbytes) * (self.ranks - 1) // self.ranks
+        return output
 
 
-_local_parts = tensor_parallel._local_parts
+def operations(wanted: Sequence[tuple[str, Mapping[str, Any]]]) -> list[dict[str, int]]:
+    """How often the products with a bias, and the collectives among ranks of a layer, ran in one pass and its gradient.
 
-
-def cases(path: str, wanted: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Gradients and losses under each of several `parallel` sections. FSDP is used in a single process, too."""
-    # Dynamo's tracing without a compiler behind it: the same calls in the same places, and seconds instead of minutes.
-    patch.setattr(attention.TrunkBlock, "compile", _compile_eagerly)
-    recipe, found = work.load(path), {}
+    The products of a backward pass have no bias, so that those with one are of the forward pass or computed again.
+    """
+    results = []
     with world(alone_too=True) as everyone:
-        for name, settings in wanted.items():
-            laid = work.laid_out(recipe, everyone, **{k: v for k, v in settings.items() if k != "wrong"})
+        for path, settings in wanted:
+            recipe = work.load(path)
+            laid = work.laid_out(recipe, everyone, **settings)
+            model, task = build(recipe, replace(everyone, together=laid.together), laid)
+            batch, targets = collate(task, [work.examples(recipe, task).get(0, 0)])
+            with Counted(laid.together) as counted:
+                task.loss(model(batch), targets).sum.backward()
+            numbers = numbers_of(model, SIZES[recipe.model.name])
+            planned = exchanged(numbers, laid, parse("2xA100-40GB"), len(batch.tokens_T)).received
+            results.append({**counted.calls, "planned bytes": planned})
+    return results
+
+
+def graphs(path: str, wanted: Sequence[Mapping[str, Any]]) -> list[tuple[list[int], float]]:
+    """The graphs of compiled layers after each of three packs, and how far the gradients are from other layers'.
+
+    Attention is one operation, as on a GPU; where ranks divide the tokens, it is between compiled parts.
+    """
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        return q + 2 * k + 3 * v + 1e-3 * batch.max_seqlen
+
+    attention.TrunkBlock.compile, attention.attend = _compile_eagerly, attend  # type: ignore[method-assign,assignment]
+    recipe, results = work.load(path), []
+    with world() as everyone:
+        for settings in wanted:
+            torch._dynamo.reset()
+            counters.clear()
+            laid = work.laid_out(recipe, everyone, compile=True, **settings)
             ranks = replace(everyone, together=laid.together)
             model, task = build(recipe, ranks, laid)
-            result = gradients(recipe, model, task, ranks, laid, wrong=bool(settings.get("wrong")))
-            result |= {"groups": len(groups(model)), "group": laid.group}
-            result["held"] = sum(p.to_local().numel() for p in trainable(model).values())
-            if not settings.get("wrong"):
-                model.zero_grad()
-                result |= curve(recipe, model, task, ranks, laid)
-            if settings.keys() == {"strategy"}:
-                result["rows"] = masked_step(ranks, settings["strategy"])
-            found[name] = result
-    return found
-
-
-_compile = attention.TrunkBlock.compile
-
-
-def _compile_eagerly(block: attention.TrunkBlock, *, dynamic: bool) -> None:
-    _compile(block, dynamic=dynamic, backend="eager")
-
-
-class MaskedLM(nn.Module):
-    """The trunk under its own LM head: the output of each record are the logits at its masked places."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.trunk = ESM2(CONFIG)
-        self.trunk.contact_head.requires_grad_(False)
-
-    @property
-    def layers(self) -> nn.ModuleList:
-        return self.trunk.layers
-
-    def forward(self, batch: TokenBatch) -> torch.Tensor:
-        at_P = (batch.tokens_T == MASK).nonzero().flatten()
-        logits_PV = self.trunk(batch, logits_at=at_P).logits_PV
-        assert logits_PV is not None
-        return logits_PV.float()
-
-
-class MaskedLoss:
-    """Cross-entropy, summed over masked places."""
-
-    def loss(self, logits_PV: torch.Tensor, targets_P: torch.Tensor) -> LossSum:
-        total = nn.functional.cross_entropy(logits_PV, targets_P, reduction="sum")
-        return LossSum(total, torch.tensor(float(len(targets_P))))
-
-
-def masked_step(ranks: World, strategy: str | None) -> np.ndarray:
-    """Rows' largest change, [33]. `strategy` None: one plain process that takes every rank's batch."""
-    base = weights.fresh(CONFIG, 3)
-    if strategy is None:
-        model, laid = MaskedLM(), Layout()
-        model.trunk.load_state_dict(weights.build(base, torch.device("cpu")).state_dict())
-    else:
-        with torch.device("meta"):
-            model = MaskedLM()
-        laid = work.laid(ranks, strategy=strategy)
-        shard(model, laid, ranks)
-        materialise(model, lambda name, rows: base.rows(name.removeprefix("trunk."), rows), laid, ranks)
-    optimizer = adamw(model, work.OPTIM)
-    set_learning_rate(optimizer, 1.0)
-    before = work.full(model.trunk.embed_tokens.weight)
-    batches = [work.masked_batch(n) for n in (range(4) if strategy is None else SPREAD[ranks.size][ranks.rank])]
-    train_step(model, MaskedLoss(), optimizer, batches, 1.0, ranks, laid)  # type: ignore[arg-type]
-    for group in groups(model):
-        group.reshard()
-    moved: np.ndarray = np.abs(work.full(model.trunk.embed_tokens.weight) - before).max(1)
-    return moved
-
-
-SPREAD = {1: [[0, 1, 2, 3]], 2: [[0, 1], [2, 3]], 4: [[0], [1], [2], [3]]}
+            plain_model, _ = build(recipe, ranks, replace(laid, compile=False))
+            data, counts = work.examples(recipe, task), []
+            for records in ([0, 1], [2], [3, 4, 6]):
+                batch, targets = collate(task, [data.get(n, 0) for n in records])
+                for one in (model, plain_model):
+                    task.loss(one(batch), targets).sum.backward()
+                counts.append(counters["stats"]["unique_graphs"])
+            pairs = zip(model.parameters(), plain_model.parameters(), strict=True)
+            grads = [
+                (work.full(a.grad), work.full(b.grad)) for a, b in pairs if a.grad is not None and b.grad is not None
+            ]
+            largest = max(float(np.abs(b).max()) for _, b in grads)
+            results.append((counts, max(float(np.abs(a - b).max()) for a, b in grads) / largest))
+    return results

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 import work
-from ranks import patch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from esmshard.checkpoint import manifest, sharded
@@ -96,8 +95,7 @@ def until(recipe: str, out: str, stop: int | None, background: bool = False) -> 
         def asked(self) -> int:
             return asked
 
-    patch.setattr(finetune, "Preemption", Stops)
-    patch.setattr(loop, "train_step", stopping_step)
+    finetune.Preemption, loop.train_step = Stops, stopping_step  # type: ignore[misc]
     torch.manual_seed(int(os.environ["RANK"]) + 77 * (stop or 0))
     try:
         finetune.run(loaded, "auto")

@@ -9,7 +9,7 @@ from ranks import run_ranks
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune
 
-STEPS, SAVED = 6, 3
+STEPS, SAVED = 4, 2
 
 
 def train(path: str, options: list[str], resume: str | None) -> list[float]:

@@ -1,11 +1,14 @@
 """The variables of srun in the words of torch, what is left alone, and half a launcher."""
 
 import os
+import signal
+import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
-from command import esmshard
 
+from esmshard.cli import app
 from esmshard.errors import UsageError
 from esmshard.parallel import launch
 
@@ -47,11 +50,15 @@ def test_half_a_launcher_is_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_mistake_that_only_a_later_rank_sees_is_said_by_it(
-    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch
+    tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in os.environ if name.startswith(("SLURM_", "MASTER_", "RANK", "WORLD_SIZE"))]:
-        monkeypatch.delenv(name)
-    for name, value in STEP.items():
-        monkeypatch.setenv(name, value)
-    done = esmshard("finetune", tiny_recipe, "optim.nonsense=1")
-    assert (done.returncode, done.stderr) == (2, "error: optim.nonsense=1: optim.nonsense: unknown key\n")
+    launched = ("SLURM_", "MASTER_", "RANK", "WORLD_SIZE")
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(launched)}
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(launch, "FIRST_LEAVES", 0.1)
+    monkeypatch.setattr(sys, "argv", ["esmshard", "finetune", str(tiny_recipe), "optim.nonsense=1"])
+    with mock.patch.dict(os.environ, clean | STEP, clear=True), pytest.raises(SystemExit) as left:
+        app._main()
+    signal.signal(signal.SIGTERM, handler)
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "error: optim.nonsense=1: optim.nonsense: unknown key\n"

@@ -23,7 +23,7 @@ from esmshard.parallel import watch
 from esmshard.parallel.process_group import world
 from esmshard.parallel.watch import Control, Watch, recorder_settings
 
-TIMEOUT = 25
+TIMEOUT = 12
 """The seconds that a collective waits."""
 
 
@@ -66,7 +66,7 @@ def rank_of(job: str, rank: int, port: int, folder: Path) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": str("with-store" not in job), "TORCHELASTIC_RESTART_COUNT": "0"}
     os.environ |= recorder_settings(folder / job / "flight_recorder")
-    watch.BEAT = 0.2
+    watch.BEAT, watch.ROLL_CALL, watch.STORE_SILENCE = 0.2, 5.0, 15.0
     with open(folder / f"{job}-{rank}.log", "w", encoding="utf-8") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)

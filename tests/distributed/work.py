@@ -6,77 +6,98 @@ from typing import Any
 
 import numpy as np
 import torch
-from ranks import patch
+from packed_weights import unpacked
 
-from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint import sharded
-from esmshard.data.batching.packing import StepPlan, assign
+from esmshard.data.batching.loader import Examples
+from esmshard.data.batching.packing import assign
 from esmshard.data.splits.recipe_splits import open_split
+from esmshard.data.tracks import in_batches, unknown_entry
 from esmshard.errors import InputError
 from esmshard.model import weights
-from esmshard.model.families.esm2 import ESM2
-from esmshard.model.families.family_registry import SIZES
+from esmshard.model.families.family_registry import SIZES, family_of
+from esmshard.model.families.family_registry import build as new_trunk
 from esmshard.model.finetuner import FineTuner
 from esmshard.parallel.layout import Layout, layout
 from esmshard.parallel.load import RowsOf, materialise
 from esmshard.parallel.process_group import World, world
-from esmshard.parallel.shard import shard
+from esmshard.parallel.shard import DTYPES, shard
 from esmshard.recipe import recipe_file
-from esmshard.recipe.sections import OptimSettings, ParallelSettings, Recipe
+from esmshard.recipe.sections import ParallelSettings, Recipe
 from esmshard.tasks.base import Task, collate
-from esmshard.tasks.contact import ContactTask
 from esmshard.tasks.finetuned import new_head
+from esmshard.tasks.registry import new_task
 from esmshard.train import finetune, loop
-from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
+from esmshard.train.optim import adamw, set_learning_rate, state_tensors
 from esmshard.train.step import train_step
-from esmshard.vocab import CLS, EOS, MASK
+
+UNLABELLED = 5
+"""The record of the tiny data set that has no coordinates."""
 
 
 def load(path: str) -> Recipe:
     return recipe_file.load(Path(path))
 
 
-def laid(ranks: World, **settings: Any) -> Layout:
-    """A `parallel` section in fp32, two processes a machine, or as many as share a layer."""
-    parallel = ParallelSettings.model_validate({"precision": "fp32"} | settings)
+def laid_out(recipe: Recipe, ranks: World, **changes: Any) -> Layout:
+    """The recipe's `parallel` section with changes, for two processes a machine, or as many as share a layer."""
+    settings = {"precision": "fp32", **recipe.parallel.model_dump(exclude_defaults=True), **changes}
+    parallel = ParallelSettings.model_validate(settings)
     assert parallel.precision != "auto"
     per_machine = max(2, parallel.tensor, parallel.context)
     return layout(parallel, ranks.size, min(per_machine, ranks.size), parallel.precision)
 
 
-def laid_out(recipe: Recipe, ranks: World, **changes: Any) -> Layout:
-    """What the recipe's `parallel` section means, with some changes."""
-    return laid(ranks, **(recipe.parallel.model_dump(exclude_defaults=True) | changes))
+class RandomTracks:
+    """Coordinates and structure tokens of ESM3, which one record does not have."""
+
+    def __init__(self, data: Examples, recipe: Recipe) -> None:
+        self.tracks, self.lengths = family_of(SIZES[recipe.model.name]).tracks, data.store.lengths
+
+    def get(self, n: int, part: Any) -> dict[str, np.ndarray]:
+        numbers, length = np.random.default_rng(n), int(self.lengths[n])
+        coordinates = 2.2 * numbers.standard_normal((length, 1, 3)).cumsum(0) + numbers.standard_normal((length, 3, 3))
+        values = {"coordinates": coordinates, "structure_tokens": numbers.integers(0, 4096, length)}
+        if n == UNLABELLED:
+            values = {track.name: unknown_entry(track, length) for track in self.tracks}
+        return {track.name: in_batches(track, values[track.name][part]) for track in self.tracks}
 
 
-OPTIM = OptimSettings(lr=1e-3, head_lr=1e-3)  # type: ignore[call-arg]
+def examples(recipe: Recipe, task: Task) -> Examples:
+    """The training records, for ESM3 with tracks."""
+    data = open_split(recipe, "train", task.labels)
+    if recipe.model.name == "esm3_nano":
+        data.tracks = RandomTracks(data, recipe)  # type: ignore[assignment]
+    return data
 
 
-def masked_batch(n: int) -> tuple[TokenBatch, torch.Tensor, bool]:
-    """Batch n of four, each of n + 1 sequences with some residues masked; the last has no mask and no label."""
-    generator = np.random.default_rng(n)
-    sequences = [generator.integers(4, 24, 10 + 3 * k + n) for k in range(n + 1)]
-    tokens = [np.concatenate([[CLS], s, [EOS]]).astype(np.uint8) for s in sequences]
-    targets: list[int] = []
-    for sequence in tokens if n < 3 else []:
-        targets += [int(t) for t in sequence[2:8:3]]
-        sequence[2:8:3] = MASK
-    return pack(tokens), torch.tensor(targets, dtype=torch.int64), False
-
-
-def sharded_model(recipe: Recipe, ranks: World, laid_: Layout | None = None) -> tuple[FineTuner, Task]:
-    """As the main job builds it."""
-    laid_ = laid_ or laid_out(recipe, ranks)
-    task = ContactTask(recipe.task, {})
-    base = weights.fresh(SIZES[recipe.model.name], recipe.train.seed)
-    with torch.device("meta"):
-        model = FineTuner(ESM2(base.config), task.head(base.config))
-    model.adapt(recipe.adapt, recipe.train.seed)
-    shard(model, laid_, ranks)
-    head = task.head(base.config)
+def build(recipe: Recipe, ranks: World | None, laid: Layout | None) -> tuple[FineTuner, Task]:
+    """The model of a recipe, sharded; or, without a layout, as plain as can be."""
+    task, config, quantization = new_task(recipe.task, {}), SIZES[recipe.model.name], recipe.model.quantize
+    tracks = [track.name for track in family_of(config).tracks] if recipe.model.name == "esm3_nano" else []
+    base = weights.fresh(config, recipe.train.seed)
+    head = task.head(config)
     head.load_state_dict(rough_head(recipe, task, base))
-    materialise(model, rough_rows(model, base, head), laid_, ranks)
+    if laid is None or ranks is None:
+        base = base if quantization is None else unpacked(base, quantization)
+        model = FineTuner(weights.build(base, torch.device("cpu")), head)
+        model.adapt(recipe.adapt, recipe.train.seed, tracks)
+        rows_of = rough_rows(model, base, head)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                parameter.copy_(rows_of(name, slice(None)))
+        return model.to(DTYPES["fp32"]).train(), task
+    with torch.device("meta"):
+        model = FineTuner(new_trunk(config), task.head(config))
+    model.adapt(recipe.adapt, recipe.train.seed, tracks, quantization)
+    model.to(DTYPES["fp32"])
+    shard(model, laid, ranks)
+    materialise(model, rough_rows(model, base, head), laid, ranks)
     return model.train(), task
+
+
+def sharded_model(recipe: Recipe, ranks: World, laid: Layout | None = None) -> tuple[FineTuner, Task]:
+    return build(recipe, ranks, laid or laid_out(recipe, ranks))
 
 
 def rough_head(recipe: Recipe, task: Task, base: weights.Weights) -> dict[str, torch.Tensor]:
@@ -87,12 +108,12 @@ def rough_head(recipe: Recipe, task: Task, base: weights.Weights) -> dict[str, t
 
 
 def rough_rows(model: FineTuner, base: weights.Weights, head: torch.nn.Module) -> RowsOf:
-    """`model.rows_of` with a large B for each LoRA: behind zeros all gradients of A vanish."""
+    """`model.rows_of` with a large B for each LoRA, and large geometric attention, so that no gradient vanishes."""
     read = model.rows_of(base, head)
 
     def rows_of(name: str, rows: slice) -> torch.Tensor:
         if not name.endswith("lora_B.weight"):
-            return read(name, rows)
+            return read(name, rows) * (8 if "geom_attn" in name and name.endswith("proj.weight") else 1)
         generator = torch.Generator().manual_seed(len(name) + ord(name[len("trunk.layers.")]))
         return torch.randn(read(name, slice(None)).shape, generator=generator)[rows]
 
@@ -104,37 +125,6 @@ def full(tensor: torch.Tensor) -> np.ndarray:
     return whole.detach().float().numpy().copy()
 
 
-def curve(path: str, steps: int) -> dict[str, Any]:
-    """Losses of the real training step, and the embedding before and after."""
-    recipe = load(path)
-    with world() as ranks:
-        how = laid_out(recipe, ranks)
-        model, task = sharded_model(recipe, ranks, how)
-        optimizer = adamw(model, recipe.optim)
-        data = open_split(recipe, "train", task.labels)
-        plan = StepPlan(data.tokens, recipe.batch.global_tokens, recipe.train.seed)
-        before = full(model.trunk.embed_tokens.weight)
-        losses, norms = [], []
-        for step in range(steps):
-            set_learning_rate(optimizer, schedule(step, steps, 0.1, "cosine"))
-            epoch, records = plan.step(step)
-            micro = assign(records, data.tokens, int(recipe.batch.tokens_per_rank), ranks.rank, ranks.size)
-            batches = ((*collate(task, [data.get(n, epoch) for n in m.records]), m.is_dummy) for m in micro)
-            result = train_step(model, task, optimizer, batches, recipe.optim.clip, ranks, how)
-            losses.append(result.loss)
-            norms.append(result.grad_norm)
-        tensors = state_tensors(model, optimizer)
-        return {
-            "losses": losses,
-            "norms": norms,
-            "moved": np.abs(full(tensors["model.trunk.embed_tokens.weight"]) - before).max(1),
-            "tied": model.trunk.lm_head.weight is model.trunk.embed_tokens.weight,
-            "names": sorted(tensors),
-            "inv_freq": full(tensors["model.trunk.layers.0.self_attn.rot_emb.inv_freq"]),
-            "kept_dtypes": sorted({str(t.dtype) for n, t in tensors.items() if n.startswith("model.")}),
-        }
-
-
 def poisoned(path: str) -> dict[str, Any]:
     """One rank's gradient is NaN: no rank may change its weights."""
     recipe = load(path)
@@ -142,9 +132,8 @@ def poisoned(path: str) -> dict[str, Any]:
         model, task = sharded_model(recipe, ranks)
         optimizer = adamw(model, recipe.optim)
         set_learning_rate(optimizer, 1.0)
-        data = open_split(recipe, "train", task.labels)
         before = full(model.trunk.embed_tokens.weight)
-        batch, targets = collate(task, [data.get(ranks.rank)])
+        batch, targets = collate(task, [examples(recipe, task).get(ranks.rank)])
 
         class Poison:
             def loss(self, outputs: Any, targets: Any) -> Any:
@@ -162,14 +151,12 @@ def first_batch(path: str, broken: str) -> str:
     def step_begins(*_: Any, **__: Any) -> None:
         raise InputError("the first step begins")
 
-    patch.setattr(loop, "train_step", step_begins)
+    loop.train_step = step_begins  # type: ignore[assignment]
+    own = int(os.environ["RANK"])
     if broken == "the first share for all":
-        patch.setattr(
-            loop, "assign", lambda records, lengths, most, rank, size: assign(records, lengths, most, 0, size)
-        )
+        loop.assign = lambda records, lengths, most, rank, size: assign(records, lengths, most, 0, size)  # type: ignore[assignment]
     if broken == "a share for each":
-        own = int(os.environ["RANK"])
-        patch.setattr(loop, "assign", lambda records, lengths, most, rank, size: assign(records, lengths, most, own, 2))
+        loop.assign = lambda records, lengths, most, rank, size: assign(records, lengths, most, own, 2)  # type: ignore[assignment]
     try:
         finetune.run(load(path))
     except InputError as error:
@@ -177,23 +164,17 @@ def first_batch(path: str, broken: str) -> str:
     return "trained"
 
 
-def save(path: str, directory: str, marker: float) -> list[str]:
-    """Save a model whose every tensor was raised by `marker`; the names in the checkpoint."""
+def save(path: str, directory: str, marker: float) -> None:
+    """Save a model whose every tensor was raised by `marker`."""
     recipe = load(path)
     with world() as ranks:
         model, _ = sharded_model(recipe, ranks)
-        optimizer = adamw(model, recipe.optim)
-        tensors = state_tensors(model, optimizer)
+        tensors = state_tensors(model, adamw(model, recipe.optim))
         with torch.no_grad():
             for tensor in tensors.values():
                 tensor.add_(marker)
-        state = {
-            "recipe": recipe.model_dump(mode="json"),
-            "config": model.trunk.config.recorded(),
-            "facts": {},
-        }
+        state = {"recipe": recipe.model_dump(mode="json"), "config": model.trunk.config.recorded(), "facts": {}}
         sharded.write(Path(directory), 7, tensors, state, keep=2)
-        return sorted(tensors)
 
 
 def restore(path: str, directory: str) -> dict[str, np.ndarray]:
@@ -202,29 +183,6 @@ def restore(path: str, directory: str) -> dict[str, np.ndarray]:
     recipe = recipe.model_copy(update={"train": recipe.train.model_copy(update={"seed": 99})})
     with world() as ranks:
         model, _ = sharded_model(recipe, ranks)
-        optimizer = adamw(model, recipe.optim)
-        tensors = state_tensors(model, optimizer)
+        tensors = state_tensors(model, adamw(model, recipe.optim))
         sharded.load(Path(directory), tensors)
         return {name: full(tensor) for name, tensor in tensors.items()}
-
-
-class TiedAcrossGroups(torch.nn.Module):
-    """The root's matrix is that of a layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = torch.nn.ModuleList([torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)])
-        self.head = torch.nn.Linear(8, 8)
-        self.head.weight = self.layers[1].weight
-
-
-def split_tie(device: str) -> str:
-    """Shard a model whose tied weight falls into two groups; the message of whoever notices."""
-    with world() as ranks:
-        with torch.device(device):
-            model = TiedAcrossGroups()
-        try:
-            shard(model, laid(ranks), ranks)
-        except (ValueError, AssertionError) as error:
-            return str(error)
-        return ""

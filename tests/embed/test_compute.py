@@ -1,4 +1,4 @@
-"""Packs, windows, and what happens when memory does not suffice."""
+"""Packs, windows, and computation without enough memory."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -59,17 +59,8 @@ def test_a_sequence_does_not_see_what_it_is_computed_with(esm: ESM2, threads: No
                     assert torch.allclose(values, alone.values[name], rtol=0, atol=1e-5, equal_nan=True), (name, tokens)
 
 
-def test_packs_hold_at_most_so_many_tokens_and_each_sequence_once(esm: ESM2) -> None:
-    lengths = [31, 1, 120, 7, 300, 45, 260, 99]
-    packs = Embedder(esm, outputs("mean"), tokens=150).packs(lengths)
-    assert sorted(n for pack in packs for n in pack) == list(range(8))
-    assert all(len(pack) == 1 or sum(lengths[n] + 2 for n in pack) <= 150 for pack in packs)
-    assert max(map(len, packs)) > 1
-    assert packs[-1] == [4]  # the longest last
-
-
 def by_hand(esm: ESM2, tokens: Tokens, starts: list[int], window: int, overlap: int) -> Iterator[tuple[int, Any, Any]]:
-    """Start, outputs and weights of each window, written out residue by residue."""
+    """Yield start, outputs and weights of each window; weights are computed residue by residue."""
     length = len(tokens) - 2
     for start in starts:
         piece = np.concatenate((tokens[:1], tokens[1 + start : 1 + start + window], tokens[-1:]))
@@ -112,15 +103,6 @@ def test_windows_are_cross_faded(esm: ESM2) -> None:
     maps_HLL = values["attentions_2"].numpy()
     assert np.abs(maps_HLL[:, seen] - a_HLL[:, seen] / weight_LL[seen]).max() <= 1e-6
     assert np.isnan(maps_HLL[:, ~seen]).all()
-
-
-def test_truncated_is_what_the_beginning_alone_gives(esm: ESM2) -> None:
-    (tokens,) = sequences(230)
-    cut = np.concatenate((tokens[:101], tokens[-1:]))
-    short = found(Embedder(esm, outputs(*POOLS)), [cut])[0].values
-    long = found(Embedder(esm, outputs(*POOLS), long=Long("truncate", 100)), [tokens])[0].values
-    for name, values in long.items():
-        assert torch.allclose(values, short[name], rtol=0, atol=1e-6), name
 
 
 def test_without_memory_packs_are_halved(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,7 +178,6 @@ def test_layers_that_nobody_asked_for_are_not_computed(esm: ESM2, monkeypatch: p
 
 
 def test_attention_maps_are_computed_some_heads_at_a_time(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many as fit into a cache; the requested heads only, in the requested order."""
     given = sequences(30, 7)
     every = [one.values["attentions_2"] for one in found(Embedder(esm, outputs("attentions")), given)]
     assert [maps.shape for maps in every] == [(TINY.n_heads, 30, 30), (TINY.n_heads, 7, 7)]
@@ -216,8 +197,15 @@ def test_attention_maps_are_computed_some_heads_at_a_time(esm: ESM2, monkeypatch
     assert sorted(computed) == [(9, 3), (32, 1), (32, 2)]
 
 
-def test_attention_maps_fill_a_pack_sooner(esm: ESM2, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pack has room for so many numbers of maps; a longer sequence is computed alone."""
+def test_packs_hold_each_sequence_once_and_a_limited_number_of_tokens_and_maps(
+    esm: ESM2, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = [31, 1, 120, 7, 300, 45, 260, 99]
+    packs = Embedder(esm, outputs("mean"), tokens=150).packs(lengths)
+    assert sorted(n for pack in packs for n in pack) == list(range(8))
+    assert all(len(pack) == 1 or sum(lengths[n] + 2 for n in pack) <= 150 for pack in packs)
+    assert max(map(len, packs)) > 1
+    assert packs[-1] == [4], "the longest is last"
     lengths = [31, 60, 10, 40, 40]
     pairs = choose(["attentions"], [1, 2], TINY, "", [0, 3])  # four maps
     monkeypatch.setattr(compute, "PACK_MAPS", 4 * 2 * 40**2)

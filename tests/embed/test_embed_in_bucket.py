@@ -1,6 +1,5 @@
-"""Embeddings in a bucket: the same drills as on a disk. The server is moto's, in `bucket_server`."""
+"""Embeddings in a bucket of moto's server, as on a disk."""
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ import bucket_server
 import numpy as np
 import pytest
 from bucket_server import BUCKET, Buckets
-from embed_runs import Run, content, write_fasta, write_model
+from embed_runs import content, write_fasta, write_model
 
 from esmshard.embed import engines
 from esmshard.embed.parts import EmbeddingStore
@@ -50,10 +49,6 @@ def same_as_on_a_disk(server: Buckets, model: Path, fasta: Path, directory: Path
     assert content(directory / "copied" / "out") == content(directory / "disk" / "out")
 
 
-def parts(server: Buckets) -> list[str]:
-    return sorted(name for name in server.names("out/parts/") if name.endswith(".safetensors"))
-
-
 def uploads(server: Buckets) -> list[str]:
     """The numbers of the parts that were uploaded, in order."""
     paths = [path for method, path in server.seen if method == "PUT" and path.endswith(".safetensors")]
@@ -73,30 +68,37 @@ def test_a_bucket_holds_what_a_disk_would(server: Buckets, model: Path, fasta: P
     assert not uploads(server), "it was finished"
     embed(model, fasta, url, overwrite=True)
     assert uploads(server)
+    server.seen.clear()
+    for worker in ("1/3", "0/3"):  # The third worker never begins, and the first worker computes its parts.
+        assert (embed(model, fasta, f"{url}-2", engine="array", worker=worker) is None) == (worker == "1/3")
+    assert sorted(uploads(server)) == sorted(set(uploads(server))), "each part was computed once"
     with pytest.raises(UsageError, match="embeddings merge"):
         embed(model, fasta, f"{url}.npy")
-    engines.merge(Path(url), tmp_path / "x.npy", None, overwrite=False)
+    for place, name in ((url, "x.npy"), (f"{url}-2", "y.npy")):
+        engines.merge(Path(place), tmp_path / name, None, overwrite=False)
     assert len(np.load(tmp_path / "x.npy")) == 120
+    assert np.array_equal(np.load(tmp_path / "x.npy"), np.load(tmp_path / "y.npy"))
 
 
-def test_killed_during_an_upload_and_continued_on_another_machine(
-    server: Buckets, model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A part that is gone, or belongs to another plan, is computed as well."""
-    reached, killed = threading.Event(), threading.Event()
+def interrupt(server: Buckets, model: Path, fasta: Path, parts_done: int) -> None:
+    """Leave an unfinished output with this number of parts."""
 
     def before(method: str, path: str) -> None:
-        if method == "PUT" and path.endswith(".safetensors") and len(uploads(server)) == 4:
-            reached.set()
-            killed.wait(60)
+        if method == "PUT" and path.endswith(".safetensors") and len(uploads(server)) > parts_done:
+            server.refuses = "AccessDenied"
 
     server.before = before
-    run = Run("embed", model, fasta, "-o", f"s3://{BUCKET}/out", folder=tmp_path / "printed", part_tokens=PART)
-    assert reached.wait(600), run.stderr
-    assert run.kill("group")
-    killed.set()
-    server.before = lambda method, path: None
-    missing, *kept = parts(server)
+    with pytest.raises(InputError, match="look at the credentials"):
+        embed(model, fasta, f"s3://{BUCKET}/out")
+    server.before, server.refuses = lambda method, path: None, ""
+
+
+def test_interrupted_during_an_upload_and_continued_on_another_machine(
+    server: Buckets, model: Path, fasta: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that was lost, or that belongs to another plan, is computed, too."""
+    interrupt(server, model, fasta, 3)
+    missing, *kept = sorted(name for name in server.names("out/parts/") if name.endswith(".safetensors"))
     assert len(kept) == 2
     assert "out/manifest.json" not in server.names()
     with pytest.raises(InputError, match=r"s3://proteins/out: is no finished directory"):
@@ -107,34 +109,9 @@ def test_killed_during_an_upload_and_continued_on_another_machine(
     server.seen.clear()
     embed(model, fasta, f"s3://{BUCKET}/out")
     assert "000000" in uploads(server)
-    assert not set(uploads(server)) & {"000001", "000002"}, "what was finished is not computed again"
+    assert not set(uploads(server)) & {"000001", "000002"}, "finished parts are not computed again"
     same_as_on_a_disk(server, model, fasta, tmp_path)
     assert not [name for name in server.names("out/") if "/work/" in name]
-
-
-def interrupt(server: Buckets, model: Path, fasta: Path, parts_done: int) -> None:
-    """Leave an unfinished output with so many parts."""
-
-    class Over(Exception):
-        pass
-
-    def before(method: str, path: str) -> None:
-        if method == "PUT" and path.endswith(".safetensors") and len(uploads(server)) > parts_done:
-            server.refuses = "AccessDenied"
-
-    server.before = before
-    with pytest.raises(InputError, match="look at the credentials"):
-        embed(model, fasta, f"s3://{BUCKET}/out")
-    server.before, server.refuses = lambda method, path: None, ""
-    server.seen.clear()
-
-
-def test_workers_of_an_array_write_one_output(server: Buckets, model: Path, fasta: Path, tmp_path: Path) -> None:
-    for worker in ("1/3", "0/3"):  # The third worker never begins, and the first one computes its parts.
-        manifest = embed(model, fasta, f"s3://{BUCKET}/out", engine="array", worker=worker)
-        assert (manifest is None) == (worker == "1/3")
-    assert sorted(uploads(server)) == sorted(set(uploads(server))), "each part was computed once"
-    same_as_on_a_disk(server, model, fasta, tmp_path)
 
 
 def test_another_request_and_another_input_are_refused(
@@ -152,7 +129,7 @@ def test_another_request_and_another_input_are_refused(
         server.put(name, b'{"mine": 1}')
     embed(model, other, f"s3://{BUCKET}/out", overwrite=True)
     for overwrite in (False, True):
-        with pytest.raises(UsageError, match=r"mine: .*\(it holds "):
+        with pytest.raises(UsageError, match=r"mine: .*\(it contains "):
             embed(model, other, f"s3://{BUCKET}/mine", overwrite=overwrite)
     assert [server.get(name) for name in others] == [b'{"mine": 1}'] * len(others)
     assert EmbeddingStore(f"s3://{BUCKET}/out").manifest["records"] == 20

@@ -1,4 +1,4 @@
-"""Embedding files against fair-esm, record by record, what `--dry-run` says, and what is refused without a trace."""
+"""Embedding files against fair-esm, the texts of `--dry-run`, and requests that are refused without a trace."""
 
 import hashlib
 import io
@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import embed_runs
 import h5py
 import numpy as np
 import pytest
@@ -42,15 +43,8 @@ class Given(NamedTuple):
     out: Path
     """An empty directory."""
 
-    def embed(
-        self, name: str, *, model: str | None = None, fasta: Path | None = None, **options: Any
-    ) -> dict[str, Any]:
-        """`esmshard embed`: options of the request are told from those of the run."""
-        asked = ("fmt", "pools", "layers", "heads", "dtype", "precision", "long")
-        wanted = request(model or self.model, self.out / name, **{k: options.pop(k) for k in asked if k in options})
-        manifest = embed(wanted, fasta or self.fasta, **options)
-        assert manifest is not None
-        return manifest
+    def embed(self, name: str, model: str | None = None, fasta: Path | None = None, **options: Any) -> dict[str, Any]:
+        return embed_runs.embed(model or self.model, self.out / name, fasta or self.fasta, **options)
 
     def expected(self, layer: int = TINY.n_layers) -> Iterator[tuple[str, torch.Tensor]]:
         """[L + 2, D] of each record by fair-esm, alone."""
@@ -85,7 +79,7 @@ def given(files: Given, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Give
 
 
 def untouched(given: Given, *names: str) -> bool:
-    """Only the named files are there, and nothing temporary, there or where temporary files go."""
+    """Whether `out` has only the named files, and no temporary file is left anywhere."""
     scratch = given.out.with_name("scratch")
     left = [p for p in scratch.iterdir() if not p.name.startswith("torchinductor_")]  # torch's, whenever it likes
     return sorted(p.name for p in given.out.iterdir()) == sorted(names) and not left
@@ -104,64 +98,36 @@ def test_npy_has_a_mean_per_record_in_input_order(given: Given) -> None:
     assert untouched(given, *(f"{n}{end}" for n in range(3) for end in (".npy", ".ids.txt", ".npy.json")))
 
 
-def test_proteins_longer_than_those_of_training_are_noted(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
-    for name, window, count in (("usual", 0, 0), ("short", 40, sum(n > 40 for n in LENGTHS))):
-        given.embed(name, long=Long("full", window))
-        notices = json.loads((given.out / name / "plan.json").read_text())["notices"]
-        noted = [notice for notice in notices if notice.startswith(f"{count} records over 40 residues")]
-        assert len(noted) == (count > 0)
-        assert all(notice in capsys.readouterr().err for notice in noted)
-
-
-def test_a_part_that_the_output_does_not_use_is_not_missed(given: Given, capsys: pytest.CaptureFixture[str]) -> None:
-    """Most families have no contact regression; embeddings do not come from it."""
+def test_long_proteins_are_noted_and_unused_heads_are_not_missed(
+    given: Given, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = write_transformers(given.out.with_name("bare"), given.reference, TINY)
     edit_tensors(model, lambda state: [state.pop(key) for key in list(state) if "contact_head" in key])
-    given.embed("parts", model=str(model))
-    assert "contact_head" not in capsys.readouterr().err
+    for name, window, count in (("usual", 0, 0), ("short", 40, sum(n > 40 for n in LENGTHS))):
+        notices = given.embed(name, model=str(model), long=Long("full", window))["notices"]
+        noted = [notice for notice in notices if notice.startswith(f"{count} records over 40 residues")]
+        assert len(noted) == (count > 0)
+        err = capsys.readouterr().err
+        assert all(notice in err for notice in noted)
+        assert "contact_head" not in err
     with pytest.raises(UsageError, match=r"--pool contacts: .* has no trained contact_head"):
         given.embed("x.h5", model=str(model), pools=["contacts"])
 
 
-def test_h5_has_a_data_set_per_record_in_input_order(given: Given) -> None:
-    given.embed("x.dat", fmt="h5", pools=["residue"])
-    with h5py.File(given.out / "x.dat") as file:
-        keys = ["a_b_2" if i == "a_b" else "id_9" if i == ".." else i.replace("/", "_") for i in IDS]
-        assert list(file) == keys
-        assert [data.attrs["original_id"] for data in file.values()] == list(IDS)
-        assert file.attrs["layer"] == TINY.n_layers
-        assert (file.attrs["model"], file.attrs["pool"]) == (Path(given.model).name, "residue")
-        assert (file.attrs["dtype"], file.attrs["compute"], file.attrs["long"]) == ("float32", "fp32", "full")
-        assert len(file.attrs["model_hash"]) == 64
-        assert (file.attrs["records"], file.attrs["dim"]) == (len(IDS), TINY.dim)
-        for data, (_, x_TD) in zip(file.values(), given.expected(), strict=True):
-            assert np.abs(data[()] - x_TD[1:-1].numpy()).max() <= 1e-5
-    assert untouched(given, "x.dat", "x.dat.json")
-
-
-def test_biotrainer_reads_its_file(given: Given) -> None:
-    """The keys are those that it looks up for the records of the same FASTA file, which has a sequence twice."""
-    service = pytest.importorskip("biotrainer.embedders.services.embedding_service").EmbeddingService
-    read_fasta = pytest.importorskip("biotrainer.input_files").read_FASTA
-    fasta = _with_a_sequence_twice(given)
-    given.embed("x.h5", fmt="biotrainer-h5", fasta=fasta, pools=["residue"])
-    records = read_fasta(fasta)
-    assert [record.seq_id for record in records] == [*IDS, "again"]
-    found = service.load_embeddings(str(given.out / "x.h5"), [record.get_id_for_id2emb() for record in records])
-    assert len(found) == len(IDS)
-    for record, (_, x_TD) in zip(records, given.expected(), strict=False):
-        assert (found[record.get_hash()] - x_TD[1:-1]).abs().max() <= 1e-5
-
-
 def test_biotrainer_files_have_sequences_of_the_input(given: Given) -> None:
-    """In one run, after a run that was interrupted before the file was written, and with rows of an earlier store."""
-    fasta = _with_a_sequence_twice(given)
+    """Test a single run, a run after an interruption before the file was written, and rows of an earlier store."""
+    fasta = given.out.with_name("twice.fasta")
+    fasta.write_text("".join(f">{i}\n{s}\n" for i, s in [*given.sequences.items(), ("again", given.sequences["zeta"])]))
     given.embed("old", fasta=fasta)
     how: dict[str, Any] = {"fmt": "biotrainer-h5", "pools": ["mean"], "fasta": fasta}
     given.embed("x.h5", **how)
     assert given.embed("reused.h5", reuse=given.out / "old", **how)["computed"] == 0
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engines, "write_file", _interrupted)
+        patch.setattr(engines, "write_file", interrupt)
         with pytest.raises(KeyboardInterrupt):
             given.embed("resumed.h5", **how)
     given.embed("resumed.h5", **how)
@@ -171,16 +137,6 @@ def test_biotrainer_files_have_sequences_of_the_input(given: Given) -> None:
             assert key == hashlib.sha256(f"{sequence}_{len(sequence)}".encode()).hexdigest()
     for name in ("reused.h5", "resumed.h5"):
         assert (given.out / name).read_bytes() == (given.out / "x.h5").read_bytes()
-
-
-def _with_a_sequence_twice(given: Given) -> Path:
-    fasta = given.out.with_name("twice.fasta")
-    fasta.write_text("".join(f">{i}\n{s}\n" for i, s in [*given.sequences.items(), ("again", given.sequences["zeta"])]))
-    return fasta
-
-
-def _interrupted(*arguments: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def test_everything_at_once_is_what_fair_esm_says(given: Given) -> None:
@@ -206,11 +162,15 @@ def test_everything_at_once_is_what_fair_esm_says(given: Given) -> None:
 def test_attention_maps_are_those_of_fair_esm(given: Given) -> None:
     """Layer n is fair-esm's map n - 1, without the rows and columns of `<cls>` and `<eos>`."""
     given.embed("every", pools=["attentions"], layers=[1, -1], part_tokens=200)
-    given.embed("x.h5", pools=["attentions"], layers=[1], heads=[2, 0])
+    given.embed("x.dat", fmt="h5", pools=["attentions"], layers=[1], heads=[2, 0])
+    assert untouched(given, "every", "x.dat", "x.dat.json")
     product = esmshard.open(given.out / "every")
     assert product.attributes["heads"] == "0,1,2,3"
-    with h5py.File(given.out / "x.h5") as file:
-        assert (file.attrs["pool"], file.attrs["layer"], file.attrs["heads"]) == ("attentions", 1, "2,0")
+    with h5py.File(given.out / "x.dat") as file:
+        expected = {"model": Path(given.model).name, "pool": "attentions", "layer": 1, "heads": "2,0", "long": "full"}
+        expected |= {"dtype": "float32", "compute": "fp32", "records": len(IDS), "dim": TINY.dim}
+        assert expected.items() <= dict(file.attrs).items()
+        assert len(file.attrs["model_hash"]) == 64
         assert len(file) == len(IDS)
         chosen = {data.attrs["original_id"]: data[()] for data in file.values()}
     for record_id, sequence in given.sequences.items():
@@ -234,18 +194,17 @@ def test_the_command_takes_layers_and_heads(given: Given) -> None:
         assert refused.returncode == 2
         assert refused.stderr.startswith(f"error: {option} {wrong}: numbers")
     done = in_process(*ask, "--layers", "1", "--heads", "3,1", cwd=given.out)
-    assert (done.returncode, done.stdout) == (
-        0,
-        "x.safetensors: 12 records; 12 sequences computed, 0 duplicates, 0 reused\n",
-    )
+    line = "x.safetensors: 12 records; 12 sequences computed, 0 duplicates, 0 reused\n"
+    assert (done.returncode, done.stdout) == (0, line)
     with safe_open(given.out / "x.safetensors", "np") as file:
         assert file.get_tensor("zeta").shape == (2, 31, 31)
-        assert file.metadata()["heads"] == "3,1"
 
 
-def test_half_precision_is_near_and_recorded(given: Given) -> None:
+def test_half_precision_is_near_and_recorded_and_a_model_on_disk_the_same(given: Given) -> None:
     given.embed("full", pools=["residue"])
-    full = EmbeddingStore(given.out / "full")
+    given.embed("offloaded", pools=["residue"], offload=True)
+    full, offloaded = EmbeddingStore(given.out / "full"), EmbeddingStore(given.out / "offloaded")
+    assert all(np.allclose(full[record_id], offloaded[record_id], rtol=0, atol=1e-6) for record_id in IDS)
     for name, how, close in (
         ("fp16", {"dtype": "fp16"}, 2e-3),
         ("bf16", {"dtype": "bf16"}, 2e-2),
@@ -260,12 +219,6 @@ def test_half_precision_is_near_and_recorded(given: Given) -> None:
             assert 0 < np.abs(a - b).max() <= close * np.abs(a).max()
 
 
-def test_a_model_on_disk_computes_the_same(given: Given) -> None:
-    given.embed("one.npy")
-    given.embed("two.npy", offload=True)
-    assert np.allclose(np.load(given.out / "one.npy"), np.load(given.out / "two.npy"), rtol=0, atol=1e-6)
-
-
 def test_what_cannot_be_done_is_refused(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -277,7 +230,7 @@ def test_what_cannot_be_done_is_refused(given: Given, monkeypatch: pytest.Monkey
         ("x.npy", {"layers": [-4]}, "layers 0 to 2"),
         ("x.npy", {"layers": [3]}, "layers 0 to 2"),
         ("x.h5", {"pools": ["contacts"], "layers": [1]}, "leave --layers out"),
-        ("x.h5", {"pools": ["attentions"], "layers": [-3]}, "--layers 0: attentions are of layers 1 to 2"),
+        ("x.h5", {"pools": ["attentions"], "layers": [-3]}, "--layers 0: layers 1 to 2 have attentions"),
         ("x.h5", {"pools": ["attentions"], "heads": [-1]}, "--heads -1: .* has heads 0 to 3"),
         ("x.h5", {"pools": ["contacts"], "heads": [1]}, "leave --heads out"),
         ("x.npy", {"long": Long("crop")}, "full, window or truncate"),  # type: ignore[arg-type]
@@ -297,18 +250,12 @@ def test_what_cannot_be_done_is_refused(given: Given, monkeypatch: pytest.Monkey
                 given.embed("x", fmt=fmt, fasta=fasta)
     with pytest.raises(InputError, match="no such file"):
         given.embed("x.npy", model="nowhere.pt")
-    assert untouched(given)
-
-
-def test_too_long_for_learned_positions_is_said_beforehand(given: Given) -> None:
-    config = SMALL["ESM-1b"]
-    model = write_fair_esm(given.out.with_name("esm1b.pt"), fair_esm(config))
-    fasta = given.out.with_name("long.fasta")
+    model = str(write_fair_esm(given.out.with_name("esm1b.pt"), fair_esm(SMALL["ESM-1b"])))
     fasta.write_text(">short\nMKT\n>long\n" + "MKTAYIAKQR" * 110 + "\n")
     with pytest.raises(UsageError, match=r"'long' has 1,100 residues, .* --long window"):
-        given.embed("x.npy", model=str(model), fasta=fasta)
+        given.embed("x.npy", model=model, fasta=fasta)
     assert untouched(given)
-    given.embed("x.npy", model=str(model), fasta=fasta, long=Long("window"))
+    given.embed("x.npy", model=model, fasta=fasta, long=Long("window"))
     assert np.isfinite(np.load(given.out / "x.npy")).all()
     assert json.loads((given.out / "x.npy.json").read_text())["window"] == 1022
 
@@ -322,10 +269,8 @@ def test_a_record_may_fail_and_the_run_does_not(tmp_path: Path) -> None:
     (tmp_path / "in.fasta").write_text(">a\nMKTV\n>b\nMKW\n>c\nGGG\n>again\nMKW\n")
     asked = ("--layers", "0", "--dtype", "fp16")
     done = in_process("embed", "model", "in.fasta", "-o", "x.npy", *asked, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (
-        0,
-        "x.npy: 2 records; 3 sequences computed, 1 duplicate, 0 reused; 2 records failed, see x.npy.failed.tsv\n",
-    )
+    line = "x.npy: 2 records; 3 sequences computed, 1 duplicate, 0 reused; 2 records failed, see x.npy.failed.tsv\n"
+    assert (done.returncode, done.stdout) == (0, line)
     assert (tmp_path / "x.ids.txt").read_text() == "a\nc\n"
     assert np.isfinite(np.load(tmp_path / "x.npy")).all()
     reason = "mean_0 has values beyond the range of float16"
@@ -377,7 +322,7 @@ def test_a_dry_run_counts_what_the_run_writes(tmp_path: Path, name: str, how: di
     assert lines["records"] == "11 of 4,386 residues, longest 1,100"
     assert lines["sequences"] == "9 different ones: 9 to compute, 0 reused"
     long = how.get("long", Long("full", 1022))
-    treated = {"full": "taken whole", "window": "seen in overlapping windows", "truncate": "cut"}[long.mode]
+    treated = {"full": "computed whole", "window": "in overlapping windows", "truncate": "cut"}[long.mode]
     assert lines["long"] == f"{3 if long.mode == 'full' else 8} records over {long.window:,} residues: {treated}"
     embed(request("starter", out, **how), fasta)
     size = out.stat().st_size if out.is_file() else sum(path.stat().st_size for path in (out / "parts").iterdir())
@@ -390,7 +335,7 @@ def test_a_dry_run_refuses_what_cannot_be(tmp_path: Path, monkeypatch: pytest.Mo
     fasta, half = written(tmp_path / "in.fasta", [300] * 8), written(tmp_path / "half.fasta", [300] * 5)
     embed(request("starter", tmp_path / "earlier"), half)
     asked = request("starter", tmp_path / "x.h5", pools=["residue"])
-    with pytest.raises(UsageError, match="holds mean_6, and no residue_6"):
+    with pytest.raises(UsageError, match="contains mean_6, and no residue_6"):
         forecast(asked, fasta, tmp_path / "earlier")
     lines = forecast(request("starter", tmp_path / "x"), fasta, tmp_path / "earlier")
     assert "8 different ones: 3 to compute, 5 reused" in lines

@@ -1,4 +1,4 @@
-"""Every file format of embeddings, read back with the library that others will read it with."""
+"""Every file format of embeddings, read with the library of its users."""
 
 import sys
 import time
@@ -36,7 +36,6 @@ NUMBERS = {"fp32": np.float32, "fp16": np.float16}
 
 
 def values_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -> list[dict[str, torch.Tensor]]:
-    """Of each record, by output."""
     kind = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[dtype]
     generator = torch.Generator().manual_seed(3)
     found = []
@@ -50,14 +49,13 @@ def values_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -
 
 
 def rows_of(outputs: Sequence[Output], dtype: str, ids: Sequence[str] = IDS) -> Iterator[Row]:
-    """numpy has no bfloat16: its bits."""
+    """Give bfloat16 as its bits, because numpy has no bfloat16."""
     for n, tensors in enumerate(values_of(outputs, dtype, ids)):
         arrays = {name: (t.view(torch.uint16) if dtype == "bf16" else t).numpy() for name, t in tensors.items()}
         yield Row(ids[n], LENGTHS[n % len(LENGTHS)] + 1000, arrays, "A" * n + "MKT")
 
 
 def write(fmt: str, out: Path, outputs: Sequence[Output], dtype: Any = "fp32", ids: Sequence[str] = IDS) -> None:
-    """As `embed` does."""
     suits(fmt, outputs, dtype, out)
     with FORMATS[fmt](out, About(tuple(outputs), DIM, dtype, len(ids), ATTRIBUTES)) as writer:
         for row in rows_of(outputs, dtype, ids):
@@ -74,33 +72,25 @@ H5_KEYS = [
 ]  # fmt: skip
 
 
-def test_h5_has_a_data_set_a_record(tmp_path: Path) -> None:
-    for output, dtype in [*((output, "fp32") for output in ALL), (MEAN, "fp16")]:
-        write("h5", tmp_path / "x.h5", [output], dtype)
+def test_h5_has_a_data_set_a_record_or_a_group_an_output(tmp_path: Path) -> None:
+    for outputs, dtype in [*(([output], "fp32") for output in ALL), ([MEAN], "fp16"), ([MEAN, CLS, RESIDUE], "fp32")]:
+        write("h5", tmp_path / "x.h5", outputs, dtype)
         with h5py.File(tmp_path / "x.h5") as file:
-            assert list(file) == H5_KEYS
-            assert [data.attrs["original_id"] for data in file.values()] == list(IDS)
             assert dict(file.attrs) == ATTRIBUTES | {"records": len(IDS), "dim": DIM}
-            for data, expected in zip(file.values(), values_of([output], dtype), strict=True):
-                assert data.dtype == NUMBERS[dtype]
-                assert np.array_equal(data[()], expected[output.name].numpy())
+            if len(outputs) > 1:
+                assert list(file) == [output.name for output in outputs]
+            for output in outputs:
+                group = file[output.name] if len(outputs) > 1 else file
+                assert list(group) == H5_KEYS
+                assert [data.attrs["original_id"] for data in group.values()] == list(IDS)
+                for data, expected in zip(group.values(), values_of(outputs, dtype), strict=True):
+                    assert data.dtype == NUMBERS[dtype]
+                    assert np.array_equal(data[()], expected[output.name].numpy())
         assert names(tmp_path) == ["x.h5"]
-
-
-def test_h5_has_a_group_an_output(tmp_path: Path) -> None:
-    outputs = [MEAN, Output("mean", 0), RESIDUE]
-    write("h5", tmp_path / "x.h5", outputs)
-    with h5py.File(tmp_path / "x.h5") as file:
-        assert list(file) == ["mean_6", "mean_0", "residue_6"]
-        for output in outputs:
-            group = file[output.name]
-            assert list(group) == H5_KEYS
-            assert [data.attrs["original_id"] for data in group.values()] == list(IDS)
-            for data, expected in zip(group.values(), values_of(outputs, "fp32"), strict=True):
-                assert np.array_equal(data[()], expected[output.name].numpy())
+    before = (tmp_path / "x.h5").read_bytes()
     time.sleep(1.1)  # HDF5's clock has seconds
-    write("h5", tmp_path / "again.h5", outputs)
-    assert (tmp_path / "again.h5").read_bytes() == (tmp_path / "x.h5").read_bytes()
+    write("h5", tmp_path / "x.h5", outputs)
+    assert (tmp_path / "x.h5").read_bytes() == before
 
 
 HASHES = {
@@ -112,50 +102,43 @@ HASHES = {
 
 @pytest.mark.parametrize(("output", "dtype"), [(MEAN, "fp32"), (RESIDUE, "fp16")])
 def test_biotrainer_files_have_a_data_set_a_sequence(tmp_path: Path, output: Output, dtype: Any) -> None:
-    """Under the hash of the sequence, with the id of the first record that has it."""
+    """The key is the hash of the sequence, and the id is that of the first record with this sequence."""
+
+    def write_all(name: str, rows: Sequence[tuple[str, str, Any]]) -> None:
+        with FORMATS["biotrainer-h5"](tmp_path / name, About((output,), DIM, dtype, len(rows), ATTRIBUTES)) as writer:
+            for record_id, residues, values in rows:
+                writer.add(Row(record_id, len(residues), {output.name: values}, residues))
+
     long, short, other = (np.full(output.shape(n, DIM), n, NUMBERS[dtype]) for n in (8, 3, 4))
-    given = [("a/1", "MKTAYIAK", long), ("b", "MKV", short), ("again", "MKTAYIAK", long)]
-    with FORMATS["biotrainer-h5"](tmp_path / "x.h5", About((output,), DIM, dtype, 3, ATTRIBUTES)) as writer:
-        for record_id, residues, values in given:
-            writer.add(Row(record_id, len(residues), {output.name: values}, residues))
+    write_all("x.h5", [("a/1", "MKTAYIAK", long), ("b", "MKV", short), ("again", "MKTAYIAK", long)])
     with h5py.File(tmp_path / "x.h5") as file:
         assert list(file) == [HASHES["MKTAYIAK"], HASHES["MKV"]]
         assert [data.attrs["original_id"] for data in file.values()] == ["a/1", "b"]
-        assert all(data.dtype == NUMBERS[dtype] for data in file.values())
-        assert np.array_equal(file[HASHES["MKTAYIAK"]][()], long)
-        assert np.array_equal(file[HASHES["MKV"]][()], short)
+        for data, values in zip(file.values(), (long, short), strict=True):
+            assert data.dtype == NUMBERS[dtype]
+            assert np.array_equal(data[()], values)
         assert dict(file.attrs) == ATTRIBUTES | {"records": 3, "dim": DIM}
-
-    def differing() -> None:
-        with FORMATS["biotrainer-h5"](tmp_path / "y.h5", About((output,), DIM, dtype, 2, {})) as writer:
-            writer.add(Row("b", 3, {output.name: short}, "MKV"))
-            writer.add(Row("c", 3, {output.name: other}, "MKV"))
-
     with pytest.raises(InputError, match=r"record 'c' has the same sequence as an earlier record.*--format h5$"):
-        differing()
+        write_all("y.h5", [("b", "MKV", short), ("c", "MKV", other)])
     assert names(tmp_path) == ["x.h5"]
 
 
-def test_npy_is_a_matrix_and_its_ids(tmp_path: Path) -> None:
+def test_npy_is_a_matrix_and_its_ids_and_npz_has_an_array_a_record_and_output(tmp_path: Path) -> None:
     for dtype, number in NUMBERS.items():
         write("npy", tmp_path / "x.npy", [CLS], dtype)
         matrix = np.load(tmp_path / "x.npy", allow_pickle=False)
         assert matrix.dtype == number
-        assert np.array_equal(matrix, np.stack([one["cls_6"].numpy() for one in values_of([CLS], dtype)]))
+        assert np.array_equal(matrix, np.stack([tensors["cls_6"].numpy() for tensors in values_of([CLS], dtype)]))
         assert (tmp_path / "x.ids.txt").read_text(encoding="utf-8").split("\n") == [*IDS, ""]
         assert names(tmp_path) == ["x.ids.txt", "x.npy"]
-
-
-def test_csv_is_read_as_evolvepro_reads_it(tmp_path: Path) -> None:
-    """`evolvepro/src/data.py` calls `read_csv` with `index_col=0`, and compares the index with names of variants."""
-    write("csv", tmp_path / "x.csv", [MEAN])
-    table = pandas.read_csv(tmp_path / "x.csv", index_col=0)
-    assert list(table.index) == list(IDS)
-    assert list(table.columns) == [str(n) for n in range(DIM)]
-    assert {str(kind) for kind in table.dtypes} == {"float64"}
-    expected = np.stack([one["mean_6"].numpy() for one in values_of([MEAN], "fp32")])
-    assert np.array_equal(table.to_numpy().astype(np.float32), expected)
-    assert names(tmp_path) == ["x.csv"]
+    for outputs, dtype in (((RESIDUE,), "fp16"), (ALL, "fp32")):
+        write("npz", tmp_path / "x.npz", outputs, dtype)
+        with np.load(tmp_path / "x.npz") as file:
+            assert len(file.files) == len(IDS) * len(outputs)
+            for record_id, tensors in zip(IDS, values_of(outputs, dtype), strict=True):
+                for name, tensor in tensors.items():
+                    stored = file[f"{name}/{record_id}" if len(outputs) > 1 else record_id]
+                    assert np.array_equal(stored, tensor.numpy())
 
 
 def test_csv_has_the_lines_that_pandas_writes(tmp_path: Path) -> None:
@@ -171,13 +154,15 @@ def test_csv_has_the_lines_that_pandas_writes(tmp_path: Path) -> None:
         '"a,b",-0.000123456775,1e+10,-5\n'
         "-x,1,2,3\n"
     )
-    found = pandas.read_csv(tmp_path / "x.csv", index_col=0)
-    assert np.array_equal(found.to_numpy().astype(np.float32), values)
+    table = pandas.read_csv(tmp_path / "x.csv", index_col=0)  # as in `evolvepro/src/data.py`
+    assert (list(table.index), list(table.columns)) == (ids, ["0", "1", "2"])
+    assert np.array_equal(table.to_numpy().astype(np.float32), values)
+    write("csv", tmp_path / "y.csv", [MEAN])
+    assert list(pandas.read_csv(tmp_path / "y.csv", index_col=0).index) == list(IDS)
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [("fp32", np.uint32), ("fp16", np.uint16)])
 def test_every_number_of_csv_is_read_back_exactly(tmp_path: Path, dtype: Any, bits: Any) -> None:
-    """Of any size and with any digits, in no more bytes than are planned."""
     rng = np.random.default_rng(0)
     numbers = rng.integers(0, np.iinfo(bits).max, 20_000, bits, endpoint=True).view(NUMBERS[dtype])
     numbers = numbers[np.isfinite(numbers)]
@@ -273,19 +258,7 @@ def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, mon
     assert names(tmp_path) == []
 
 
-def test_npz_has_an_array_a_record_and_output(tmp_path: Path) -> None:
-    for outputs, dtype in (((RESIDUE,), "fp16"), (ALL, "fp32")):
-        write("npz", tmp_path / "x.npz", outputs, dtype)
-        with np.load(tmp_path / "x.npz") as file:
-            assert len(file.files) == len(IDS) * len(outputs)
-            for record_id, tensors in zip(IDS, values_of(outputs, dtype), strict=True):
-                for name, tensor in tensors.items():
-                    assert np.array_equal(
-                        file[f"{name}/{record_id}" if len(outputs) > 1 else record_id], tensor.numpy()
-                    )
-
-
-@pytest.mark.parametrize(("block", "dtype"), [(100, "fp32"), (9000, "fp16"), (1 << 22, "fp32")])
+@pytest.mark.parametrize(("block", "dtype"), [(1000, "fp32"), (9000, "fp16"), (1 << 22, "fp32")])
 def test_zarr_has_an_array_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str, block: int) -> None:
     monkeypatch.setattr(ZarrFormat, "BLOCK", block)
     with warnings.catch_warnings():
@@ -303,24 +276,34 @@ def test_zarr_has_an_array_an_output(tmp_path: Path, monkeypatch: pytest.MonkeyP
             assert np.array_equal(values[rows].reshape(expected.shape), expected)
 
 
-def test_only_a_zarr_group_is_ever_replaced(tmp_path: Path) -> None:
+def test_files_are_replaced_only_when_told_and_files_of_others_never(tmp_path: Path) -> None:
+    for fmt in FORMATS.keys() - {"zarr"}:
+        (tmp_path / fmt).mkdir()
+        out = tmp_path / fmt / f"x.{fmt}"
+        FORMATS[fmt].check_place(out, overwrite=False)
+        for name in PLACES[fmt]:
+            out.with_name(name).write_text("mine")
+            with pytest.raises(UsageError, match=f"{name}: exists already"):
+                FORMATS[fmt].check_place(out, overwrite=False)
+            FORMATS[fmt].check_place(out, overwrite=True)
+            out.with_name(name).unlink()
+        out.mkdir()
+        with pytest.raises(InputError, match="is a directory"):
+            FORMATS[fmt].check_place(out, overwrite=True)
+    tmp_path = tmp_path / "others"
     out = tmp_path / "x.zarr"
-    out.mkdir()
+    out.mkdir(parents=True)
     (out / "thesis.tex").write_text("mine")
     with pytest.raises(UsageError, match="thesis"):
         ZarrFormat.check_place(out, overwrite=True)
     with pytest.raises(UsageError, match="thesis"):
         write("zarr", out, [MEAN])
     assert (out / "thesis.tex").read_text() == "mine"
-    assert names(tmp_path) == ["x.zarr"]
-
-
-def test_nothing_of_others_is_replaced(tmp_path: Path) -> None:
     (tmp_path / ".old-x.csv").write_text("mine")
     write("csv", tmp_path / "x.csv", [MEAN], ids=[])
     with pytest.raises(OSError, match="directory"), CsvFormat(tmp_path / "y.csv", About((MEAN,), DIM, "fp32", 0, {})):
         (tmp_path / "y.csv" / "results").mkdir(parents=True)
-    assert names(tmp_path) == [".old-x.csv", "x.csv", "y.csv"]
+    assert names(tmp_path) == [".old-x.csv", "x.csv", "x.zarr", "y.csv"]
     assert names(tmp_path / "y.csv") == ["results"]
 
 
@@ -332,24 +315,6 @@ def test_arrays_may_be_parts_of_others_that_cannot_be_written_to(tmp_path: Path)
             with FORMATS[fmt](tmp_path / f"{name}.{fmt}", About((CONTACTS,), DIM, "fp32", 1, {})) as writer:
                 writer.add(Row("one", 17, {"contacts": values}))
         assert (tmp_path / f"part.{fmt}").read_bytes() == (tmp_path / f"copy.{fmt}").read_bytes()
-
-
-def test_there_may_be_no_row(tmp_path: Path) -> None:
-    """If every record has failed."""
-    count: dict[str, Any] = {
-        "h5": lambda out: len(h5py.File(out)),
-        "npy": lambda out: len(np.load(out)),
-        "csv": lambda out: len(pandas.read_csv(out)),
-        "parquet": lambda out: parquet.read_table(out).num_rows,
-        "h5ad": lambda out: anndata.read_h5ad(out).n_obs,
-        "safetensors": lambda out: len(safe_open(out, "np").keys()),
-        "npz": lambda out: len(np.load(out).files),
-        "zarr": lambda out: zarr.open_group(out)["ids"].shape[0],  # type: ignore[union-attr]
-        "biotrainer-h5": lambda out: len(h5py.File(out)),
-    }
-    for fmt in FORMATS:
-        write(fmt, tmp_path / f"x.{fmt}", [MEAN], ids=[])
-        assert count[fmt](tmp_path / f"x.{fmt}") == 0
 
 
 class Broken(Exception):
@@ -375,21 +340,23 @@ def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path, fmt: st
             if error is not None:
                 raise error
 
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
     for rows in (0, 3, len(IDS)):
         with pytest.raises(Broken):
             interrupted(rows)
     with pytest.raises(AssertionError, match="8 rows came"):
         interrupted(8, error=None)
     assert names(tmp_path) == []
-    write(fmt, out, [MEAN], ids=IDS[:2])
-    assert names(tmp_path) == PLACES[fmt]
-    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    for ids in ([], IDS[:2]):
+        write(fmt, out, [MEAN], ids=ids)
+    before = content()
     with pytest.raises(Broken):
         interrupted(3)
-    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    assert content() == before
     write(fmt, out, [MEAN])
-    after = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    assert after != before
+    assert content() != before
     assert names(tmp_path) == PLACES[fmt]
 
 
@@ -409,18 +376,3 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytes
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(UsageError, match=rf"needs {module}; pip install 'esmshard\[{extra}\]'"):
             suits(fmt, [MEAN], "fp32", tmp_path / "x")
-
-
-def test_files_are_replaced_only_when_told(tmp_path: Path) -> None:
-    for fmt in [fmt for fmt in FORMATS if fmt != "zarr"]:
-        out = tmp_path / f"x.{fmt}"
-        FORMATS[fmt].check_place(out, overwrite=False)
-        for name in PLACES[fmt]:
-            (tmp_path / name).write_text("mine")
-            with pytest.raises(UsageError, match=f"{name}: exists already"):
-                FORMATS[fmt].check_place(out, overwrite=False)
-            FORMATS[fmt].check_place(out, overwrite=True)
-            (tmp_path / name).unlink()
-        out.mkdir()
-        with pytest.raises(InputError, match="is a directory"):
-            FORMATS[fmt].check_place(out, overwrite=True)

@@ -1,8 +1,7 @@
-"""Stores of embeddings: what they answer, what is copied from earlier ones, records of several chains, and tracks."""
+"""Stores of embeddings, reuse of rows, records with several chains, and tracks."""
 
 import itertools
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from command import in_process
-from embed_runs import content, limit_memory
+from embed_runs import content, embed, limit_memory
 from embed_runs import write_model as write_plain_model
 from model_files import TINY, fair_esm, write_transformers
 from outputs import perturbed
@@ -20,7 +19,7 @@ from tracked_model import CONFIG, last_layer, random_pairs, write_model, write_p
 import esmshard
 from esmshard.batch import TokenBatch
 from esmshard.embed.compute import Computed, Embedder, Work, compute_part
-from esmshard.embed.engines import embed, merge, status
+from esmshard.embed.engines import merge, status
 from esmshard.embed.parts import EmbeddingStore, begin, partial
 from esmshard.embed.spec import Long, request
 from esmshard.errors import InputError, UsageError
@@ -44,7 +43,7 @@ class Given(NamedTuple):
 
 @pytest.fixture(scope="module")
 def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
-    """Two layers, means and residues of 40 records; `r30` fails: tryptophan is beyond fp32."""
+    """Embed 40 records with two layers. `r30` fails, because the values of tryptophan are beyond fp32."""
     directory = tmp_path_factory.mktemp("given")
     reference = fair_esm(TINY)
     rng = np.random.default_rng(4)
@@ -63,8 +62,7 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Given:
 
 
 def make(model: Path, fasta: Path, out: Path, **options: Any) -> Path:
-    asked = request(str(model), out, **{"pools": ["mean", "residue"], "layers": [1, 2], **options})
-    embed(asked, fasta, part_tokens=PART)
+    embed(model, out, fasta, part_tokens=PART, **{"pools": ["mean", "residue"], "layers": [1, 2], **options})
     return out
 
 
@@ -83,7 +81,7 @@ def test_status_before_while_and_after(given: Given, tmp_path: Path) -> None:
     assert lines[1].startswith(f"{', '.join(NAMES)} of 40 records (37 different sequences) by ")
     with pytest.raises(InputError, match="is no finished directory"):
         EmbeddingStore(out)
-    embed(asked, given.fasta)
+    make(given.model, given.fasta, out)
     assert status(out).splitlines()[0] == f"{out}: finished, {parts} of {parts} parts"
 
 
@@ -110,26 +108,25 @@ def test_merge_writes_what_embed_writes(given: Given, tmp_path: Path) -> None:
     assert content(store) == before
 
 
-def test_records_are_found_by_id(given: Given, tmp_path: Path) -> None:
-    make(given.model, given.fasta, tmp_path / "x.h5", pools=["residue"], layers=[2])
+def test_records_are_found_by_id(given: Given) -> None:
     store = esmshard.open(given.store)
     assert list(store) == list(given.sequences)
     assert (len(store), "r30" in store, "r40" in store) == (40, True, False)
-    with h5py.File(tmp_path / "x.h5") as file:
-        for name, sequence in given.sequences.items():
-            if name == "r30":
-                continue
-            values: Any = store[name]
-            assert values.keys() == set(NAMES)
-            assert values["residue_2"].shape == (len(sequence), TINY.dim)
-            assert np.abs(values["residue_2"] - file[name][()]).max() < 1e-5
-            for layer in (1, 2):
-                assert np.abs(values[f"mean_{layer}"] - values[f"residue_{layer}"].mean(0)).max() < 1e-5
-    some = store[["r23", "r3", "r0"]]
-    assert some["mean_2"].shape == (3, TINY.dim)
-    assert np.array_equal(some["mean_2"][0], some["mean_2"][1]), "they have one sequence"
-    assert not np.array_equal(some["mean_2"][1], some["mean_2"][2])
-    assert [len(values) for values in some["residue_1"]] == [len(given.sequences[name]) for name in ("r23", "r3", "r0")]
+    model = esmshard.load(given.model)
+    for name, sequence in given.sequences.items():
+        if name == "r30":
+            continue
+        values: Any = store[name]
+        assert values.keys() == set(NAMES)
+        assert values["residue_2"].shape == (len(sequence), TINY.dim)
+        for layer in (1, 2):
+            assert np.abs(values[f"mean_{layer}"] - values[f"residue_{layer}"].mean(0)).max() < 1e-5
+    assert np.abs(values["residue_2"] - model.embed(sequence, "residue")).max() < 1e-5
+    several = store[["r23", "r3", "r0"]]
+    assert several["mean_2"].shape == (3, TINY.dim)
+    assert np.array_equal(several["mean_2"][0], several["mean_2"][1]), "they have one sequence"
+    assert not np.array_equal(several["mean_2"][1], several["mean_2"][2])
+    assert [len(values) for values in several["residue_1"]] == [len(given.sequences[n]) for n in ("r23", "r3", "r0")]
     with pytest.raises(KeyError, match="has no record 'nobody'"):
         store[["r1", "nobody"]]
     with pytest.raises(KeyError, match=r"'r30' has no values: .* not finite"):
@@ -148,22 +145,23 @@ HOW: dict[str, dict[str, Any]] = {
     "windows": {"long": Long("window", 30, 8)},
     "layer": {"layers": [1]},
     "other model": {"model": "other"},
+    "maps": {"pools": ["attentions"], "heads": [0, 3]},
+    "other maps": {"pools": ["attentions"], "heads": [3, 0]},
 }
 
 
 def test_rows_are_copied_where_everything_is_the_same_and_nowhere_else(given: Given, tmp_path: Path) -> None:
-    """Each way of computing against each other one: equal rows, a refusal, or no copied row; never another's row."""
+    """Compare all pairs of settings: rows are copied only for equal settings."""
     other = write_transformers(tmp_path / "other", fair_esm(TINY, seed=1), TINY)
     (tmp_path / "x.fasta").write_text(f">ab\n{A}:{B}\n>joined\n{A}{'G' * 3}{B}\n>a\n{A}\n")
     (tmp_path / "one.fasta").write_text(f">joined\n{A}{'G' * 3}{B}\n>a\n{A}\n")
     values: dict[str, dict[str, Any]] = {}
 
     def run(name: str, out: str, **options: Any) -> Any:
-        how = {"pools": ["mean"], "layers": [2], "model": str(given.model), **HOW[name]}
-        how["model"] = str(other) if how["model"] == "other" else how["model"]
-        # A chain is not cut away, so there is no record of two chains to truncate.
-        fasta = tmp_path / ("one.fasta" if name == "cut" else "x.fasta")
-        return embed(request(how.pop("model"), tmp_path / out, **how), fasta, **options)
+        how = {"pools": ["mean"], "layers": [2], **HOW[name], **options}
+        model = other if how.pop("model", None) else given.model
+        # Records with two chains cannot be truncated.
+        return embed(model, tmp_path / out, tmp_path / ("one.fasta" if name == "cut" else "x.fasta"), **how)
 
     for name in HOW:
         run(name, name)
@@ -174,34 +172,23 @@ def test_rows_are_copied_where_everything_is_the_same_and_nowhere_else(given: Gi
         copied = EmbeddingStore(tmp_path / f"{name} again")
         assert all(np.array_equal(copied[record], expected) for record, expected in values[name].items()), name
     for old, new in itertools.permutations(HOW, 2):
-        with pytest.raises(UsageError, match=r"was made with|holds"):
+        with pytest.raises(UsageError, match=r"was made with|contains"):
             EmbeddingStore(tmp_path / old).check_reuse(EmbeddingStore(tmp_path / new).spec)
-    keys = [EmbeddingStore(tmp_path / name).index.keys.tolist() for name in HOW if name != "layer"]
+    of_means = [name for name, how in HOW.items() if not how.keys() & {"layers", "pools"}]
+    keys = [EmbeddingStore(tmp_path / name).index.keys.tolist() for name in of_means]
     assert len({key for some in keys for key in some}) == sum(map(len, keys)), "nothing else has the key of a row"
-
-
-def test_attention_maps_are_copied_for_the_same_heads_only(given: Given, tmp_path: Path) -> None:
-    store = EmbeddingStore(make(given.model, given.fasta, tmp_path / "x", pools=["attentions"], heads=[0, 3]))
-    for heads in ([0, 3], [3], [3, 0], []):
-        spec = request(str(given.model), tmp_path / "y", pools=["attentions"], heads=heads).spec
-        with nullcontext() if heads == [0, 3] else pytest.raises(UsageError, match="attentions_2 of heads 0,3"):
-            store.check_reuse(spec)
 
 
 def test_of_a_store_with_more_outputs_those_that_are_asked_for_are_copied(given: Given, tmp_path: Path) -> None:
     half = tmp_path / "half.fasta"
     half.write_text("".join(f">new_{name}\n{text}\n" for name, text in [*given.sequences.items()][20:]) + ">x\nMKV\n")
-    asked = request(str(given.model), tmp_path / "y", pools=["mean"], layers=[2])
-    report = embed(asked, half, reuse=given.store)
-    assert report is not None
+    report = embed(given.model, tmp_path / "y", half, pools=["mean"], layers=[2], reuse=given.store)
     unique = len(set([*given.sequences.values()][20:]))
     assert (report["reused"], report["computed"]) == (unique - 1, 2), "the failed one is tried again"
     old, new = EmbeddingStore(given.store), EmbeddingStore(tmp_path / "y")
     assert np.array_equal(new["new_r25"], old["r25"]["mean_2"])  # type: ignore[call-overload]
     assert old.rows_to_reuse(np.array([b"nothing".ljust(16)])).tolist() == [-1]
 
-
-# Chains
 
 POOLS = ["residue", "mean", "max", "cls", "contacts", "logits", "attentions"]
 ROWS = np.r_[0 : len(A), len(A) + 25 : len(A) + 25 + len(B)]
@@ -223,19 +210,17 @@ def _written(tmp_path_factory: pytest.TempPathFactory) -> Written:
 
 @pytest.fixture
 def written(_written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Written:
-    """In a directory of its own."""
     monkeypatch.chdir(tmp_path)
     return _written
 
 
 def run(written: Written, fasta: str, out: str, **how: Any) -> Path:
-    asked = request(written.model, Path(out), **how)
-    embed(asked, written.directory / fasta)
+    embed(written.model, Path(out), written.directory / fasta, **how)
     return Path(out)
 
 
 def cut(pool: str, plain: np.ndarray) -> np.ndarray:
-    """What is left of an array of the joined sequence."""
+    """Remove the linker from an array of the joined sequence."""
     if pool in ("contacts", "attentions"):
         return plain[..., ROWS[:, None], ROWS]
     return plain if pool == "cls" else plain[ROWS]
@@ -273,11 +258,8 @@ def test_every_output_is_that_of_the_joined_sequence_without_the_linker(written:
 
 def test_parts_know_where_chains_begin(written: Written) -> None:
     with_gap = EmbeddingStore(run(written, "x.fasta", "gap", pools=["residue"], join="linker:3,gap:512"))
-    assert with_gap.chains == {
-        "ab": [len(A), len(B)],
-        "abc": [len(A), len(B), len(C)],
-        "again": [len(A), len(B)],
-    }
+    two = [len(A), len(B)]
+    assert with_gap.chains == {"ab": two, "abc": [*two, len(C)], "again": two}
     assert with_gap.attributes["join"] == "linker:3,gap:512"
     assert with_gap.index.lengths.sum() == 3 * len(A + B) + len(A) + len(C)
     model = esmshard.load(written.model, join="linker:3,gap:512")
@@ -287,36 +269,29 @@ def test_parts_know_where_chains_begin(written: Written) -> None:
     assert usual.shape == with_gap["ab"].shape
     assert np.abs(usual - with_gap["ab"]).max() > 1e-3
     with pytest.raises(UsageError, match=r"was made with another --join .linker:3,gap:512, and now linker:25"):
-        embed(request(written.model, Path("gap"), pools=["residue"]), written.directory / "x.fasta")
+        run(written, "x.fasta", "gap", pools=["residue"])
 
 
-@pytest.mark.parametrize("memory", [None, 50])
-def test_windows_are_of_the_joined_sequence(
-    written: Written, memory: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As requested, and for lack of memory."""
-    model = weights.load_model(written.model).eval()
+def test_windows_are_of_the_joined_sequence(written: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = (Output("residue", 2), Output("mean", 2), Output("contacts", None))
     tokens = [encode(f"{A}:{B}"), encode(A + "G" * 25 + B)]
-    if memory is not None:
-        monkeypatch.setattr("esmshard.embed.compute.SMALLEST", 8)
+    monkeypatch.setattr("esmshard.embed.compute.SMALLEST", 8)
+    for long, memory in ((Long("window", 40, 10), 1000), (Long(overlap=10), 50)):
+        model = weights.load_model(written.model).eval()
         limit_memory(model, memory, monkeypatch)
-    long = Long("window", 40, 10) if memory is None else Long(overlap=10)
-    ours, plain = Embedder(model, outputs, long=long).compute(tokens)
-    assert isinstance(ours, Computed)
-    assert isinstance(plain, Computed)
-    rows = torch.from_numpy(ROWS)
-    torch.testing.assert_close(ours.values["residue_2"], plain.values["residue_2"][rows], atol=1e-5, rtol=0)
-    torch.testing.assert_close(ours.values["mean_2"], plain.values["residue_2"][rows].mean(0), atol=1e-5, rtol=0)
-    contacts = plain.values["contacts"][rows[:, None], rows]
-    torch.testing.assert_close(ours.values["contacts"], contacts, atol=1e-5, rtol=0, equal_nan=True)
+        ours, plain = (result.values for result in Embedder(model, outputs, long=long).compute(tokens))  # type: ignore[union-attr]
+        rows = torch.from_numpy(ROWS)
+        torch.testing.assert_close(ours["residue_2"], plain["residue_2"][rows], atol=1e-5, rtol=0)
+        torch.testing.assert_close(ours["mean_2"], plain["residue_2"][rows].mean(0), atol=1e-5, rtol=0)
+        contacts = plain["contacts"][rows[:, None], rows]
+        torch.testing.assert_close(ours["contacts"], contacts, atol=1e-5, rtol=0, equal_nan=True)
 
 
 def test_what_does_not_go_together_is_refused(written: Written) -> None:
     fasta = written.directory / "x.fasta"
     ingest([fasta], Path("x.store"), Rules(linker=3))
     with pytest.raises(InputError, match=r"x\.store: .* linker of 3"):
-        embed(request(written.model, Path("x.npy")), Path("x.store"))
+        embed(written.model, Path("x.npy"), Path("x.store"))
     with pytest.raises(InputError, match="linker of 3"):
         esmshard.load(written.model).embed(Path("x.store"))
     for join in ("linker:break", "25"):
@@ -328,8 +303,6 @@ def test_what_does_not_go_together_is_refused(written: Written) -> None:
         esmshard.load(written.model).embed([A, f"{A}:"])
 
 
-# Tracks
-
 LENGTHS = {"a": 31, "b": 4, "c": 120, "d": 64, "e": 300, "f": 18}
 
 
@@ -338,7 +311,6 @@ def letter_of(token: int) -> int:
 
 
 def test_every_part_of_a_sequence_has_its_part_of_the_track(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In packs, windows and cut sequences; in halves of a pack, and in windows for lack of memory."""
     model = perturbed(CONFIG)
     tokens = [encode(sequence) for sequence, _ in random_pairs(LENGTHS).values()]
     tracks = [{"3di": np.array([letter_of(token) for token in sequence.tolist()], np.uint8)} for sequence in tokens]
@@ -359,9 +331,6 @@ def test_every_part_of_a_sequence_has_its_part_of_the_track(monkeypatch: pytest.
         assert most is None or len(passes) > 1
 
 
-# Whole jobs
-
-
 class Tracked(NamedTuple):
     name: str
     model: Trunk
@@ -370,15 +339,11 @@ class Tracked(NamedTuple):
     pairs: dict[str, tuple[str, str]]
     directory: Path
 
-    def embed(self, out: str, track: Path | str | None, fasta: Path | None = None, **how: Any) -> dict[str, Any]:
+    def embed(self, out: str, track: Path | str | None, **how: Any) -> dict[str, Any]:
         tracks = {} if track is None else {"3di": str(track)}
-        asked = request(self.name, self.directory / out, pools=["residue"], tracks=tracks)
-        report = embed(asked, fasta or self.fasta, **how)
-        assert report is not None
-        return report
+        return embed(self.name, self.directory / out, self.fasta, pools=["residue"], tracks=tracks, **how)
 
     def check(self, out: str) -> None:
-        """Compare each record with the model on it alone."""
         store = EmbeddingStore(self.directory / out)
         for name, (sequence, letters) in self.pairs.items():
             np.testing.assert_allclose(store[name], last_layer(self.model, sequence, letters), rtol=0, atol=1e-4)
@@ -391,7 +356,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Trunk]:
 
 @pytest.fixture
 def tracked(trained: tuple[str, Trunk], tmp_path: Path) -> Tracked:
-    """Two records of one sequence with other letters, two of one sequence and one set of letters, one without."""
+    """Write records with equal sequences and equal or other letters, and a record without letters."""
     pairs = random_pairs(LENGTHS)
     pairs["again"] = pairs["a"]
     pairs["other"] = (pairs["a"][0], pairs["a"][1][::-1])
@@ -400,27 +365,20 @@ def tracked(trained: tuple[str, Trunk], tmp_path: Path) -> Tracked:
     return Tracked(*trained, *write_pairs(tmp_path, pairs), pairs, tmp_path)
 
 
-def test_values_are_those_of_each_protein_with_its_letters(tracked: Tracked) -> None:
+def test_values_are_those_of_each_protein_with_its_letters_also_if_reused(tracked: Tracked) -> None:
     report = tracked.embed("out", tracked.letters)
     tracked.check("out")
     assert (report["records"], report["unique"], report["computed"]) == (10, 9, 9)
     manifest = json.loads((tracked.directory / "out" / "plan.json").read_text())
     known = sum(len(letters.replace("#", "")) for _, letters in tracked.pairs.values())
     total = sum(len(sequence) for sequence, _ in tracked.pairs.values())
-    said = (
-        f"structure letters (3Di) of 9 of 10 records, and {known:,} of {total:,} residues, from {tracked.letters.name}"
-    )
-    assert said in manifest["notices"]
+    counts = f"9 of 10 records, and {known:,} of {total:,} residues, from {tracked.letters.name}"
+    assert f"structure letters (3Di) of {counts}" in manifest["notices"]
     assert manifest["tracks"]["3di"]["path"] == tracked.letters.name
-
-
-def test_rows_of_the_same_letters_are_reused_and_others_are_not(tracked: Tracked) -> None:
-    tracked.embed("first", tracked.letters)
-    report = tracked.embed("second", tracked.letters, reuse=tracked.directory / "first")
-    assert (report["reused"], report["computed"]) == (9, 0)
+    for name, letters, reused, computed in (("second", tracked.letters, 9, 0), ("bare", None, 1, 5)):
+        report = tracked.embed(name, letters, reuse=tracked.directory / "out")
+        assert (report["reused"], report["computed"]) == (reused, computed)
     tracked.check("second")
-    report = tracked.embed("bare", None, reuse=tracked.directory / "first")
-    assert (report["reused"], report["computed"]) == (1, 5), "what has no letters is alike without them"
 
 
 def test_an_output_goes_on_with_the_tracks_that_it_was_begun_with(
@@ -435,17 +393,15 @@ def test_an_output_goes_on_with_the_tracks_that_it_was_begun_with(
             tracked.embed("out", tracked.letters)
     other = tracked.directory / "other.fasta"
     other.write_text(tracked.letters.read_text().replace("V", "L"))
-    for track in (None, other):
-        with pytest.raises(UsageError, match="partial: was begun with another --track 3di"):
-            tracked.embed("out", track)
-    tracked.embed("out", tracked.letters)
-    tracked.check("out")
-    with pytest.raises(UsageError, match="out: was made with another --track 3di"):
-        tracked.embed("out", other)
-    tracked.embed("out", tracked.letters)
+    for place in ("partial: was begun", "out: was made"):
+        for track in (None, other):
+            with pytest.raises(UsageError, match=f"{place} with another --track 3di"):
+                tracked.embed("out", track)
+        tracked.embed("out", tracked.letters)
+        tracked.check("out")
 
 
-def test_wrong_tracks_are_refused(tracked: Tracked) -> None:
+def test_wrong_tracks_are_refused_and_a_missing_one_is_reported(tracked: Tracked) -> None:
     for options, token in (
         (("--track", "3di"), "NAME=PATH"),
         (("--track", "3di=a", "--track", "3di=b"), "twice"),
@@ -456,14 +412,10 @@ def test_wrong_tracks_are_refused(tracked: Tracked) -> None:
         assert done.returncode in (1, 2)
         assert token in done.stderr
         assert not list(tracked.directory.glob("x.h5*"))
-
-
-def test_a_model_that_was_fine_tuned_with_a_track_says_that_it_gets_none(tracked: Tracked) -> None:
     about = Path(tracked.name) / "esmshard.json"
     about.write_text(json.dumps({"recipe": {"data": {"tracks": {"3di": "letters.fasta"}}}}))
     try:
-        tracked.embed("out", None)
-        told = json.loads((tracked.directory / "out" / "plan.json").read_text())["notices"]
-        assert any("was fine-tuned with the track 3di" in sentence for sentence in told)
+        notices = tracked.embed("out", None)["notices"]
     finally:
         about.unlink()
+    assert any("was fine-tuned with the track 3di" in notice for notice in notices)

@@ -1,6 +1,7 @@
-"""Adapters read like models: the numbers are those of PEFT's own model, on the base that was adapted and no other."""
+"""An adapter on its base model gives PEFT's numbers, and another base is refused."""
 
 import json
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -45,7 +46,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def peft_model(base: Path, kind: type[Any], **settings: Any) -> PeftModel:
-    """Of PEFT, with a value in everything that could have been trained."""
+    """PEFT's model, with noise in all trained parameters."""
     with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         torch.manual_seed(2)
@@ -79,10 +80,8 @@ def test_the_numbers_are_pefts(kind: str, base: Path, tmp_path: Path) -> None:
         logits = mine(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
         plain = weights.load_model(str(base))(batch, logits_at=torch.arange(batch.bounds[-1])).logits_PV
         expected = theirs(input_ids=block, attention_mask=(block != 1).long()).logits
-    assert logits is not None
     assert (logits - plain).abs().max() > 1e-2
-    for n, (start, stop) in enumerate(zip(batch.bounds, batch.bounds[1:], strict=False)):
-        assert (logits[start:stop] - expected[n, : stop - start]).abs().max() < 1e-5
+    assert (logits - expected[block != 1]).abs().max() < 1e-5
 
     merged = theirs.merge_and_unload().state_dict()
     merged = {key.replace(".modules_to_save.default.", "."): tensor for key, tensor in merged.items()}
@@ -95,20 +94,18 @@ def test_the_numbers_are_pefts(kind: str, base: Path, tmp_path: Path) -> None:
 
 
 def test_an_adapter_of_the_trunk_alone(base: Path, tmp_path: Path) -> None:
-    """The LM head is the base's. The pooler is adapted too, and nothing reads it."""
+    """The LM head comes from the base. PEFT also adapts the pooler, which esmshard ignores."""
     theirs = peft_model(base, EsmModel, target_modules="all-linear")
     adapter = saved(theirs, tmp_path / "adapter")
     assert any("pooler" in key for key in load_file(adapter / "adapter_model.safetensors"))
     found, plain = weights.read(str(adapter)), weights.read(str(base))
     assert torch.equal(found["lm_head.dense.weight"], plain["lm_head.dense.weight"])
     assert (found.absent, found.notices, found.head, found.seed) == ((), (), {}, None)
-    assert found.files == (base / "model.safetensors", adapter / "adapter_model.safetensors")
     block, batch = tokenise(SEQUENCES)
     with torch.no_grad():
         x_TD = weights.build(found, torch.device("cpu"))(batch).representations[CONFIG.n_layers]
         expected = theirs(input_ids=block, attention_mask=(block != 1).long()).last_hidden_state
-    for n, (start, stop) in enumerate(zip(batch.bounds, batch.bounds[1:], strict=False)):
-        assert (x_TD[start:stop] - expected[n, : stop - start]).abs().max() < 1e-5
+    assert (x_TD - expected[block != 1]).abs().max() < 1e-5
 
 
 @pytest.fixture
@@ -126,12 +123,10 @@ def test_the_base_is_found_on_the_hub_or_beside_the_adapter_and_sums_are_fp32(
     assert torch.equal(found["layers.0.self_attn.q_proj.weight"], expected)
     assert found.files[0].resolve() == tmp_path / "beside" / "model.safetensors"
 
-    asked: list[str] = []
-    monkeypatch.setattr("esmshard.model.hub.fetch", lambda name: asked.append(name) or base)  # type: ignore[func-returns-value]
+    monkeypatch.setattr("esmshard.model.hub.fetch", lambda name: {"esm2_t6_8M_UR50D": base}[name])
     monkeypatch.setitem(weights.SIZES, "esm2_t6_8M_UR50D", CONFIG)
     edit(adapter, base_model_name_or_path="facebook/esm2_t6_8M_UR50D")
     assert weights.read(str(adapter)).files[0] == base / "model.safetensors"
-    assert set(asked) == {"esm2_t6_8M_UR50D"}
 
     state = {key: t.bfloat16() for key, t in load_file(adapter / "adapter_model.safetensors").items()}
     (adapter / "adapter_model.safetensors").unlink()
@@ -144,7 +139,7 @@ def test_the_base_is_found_on_the_hub_or_beside_the_adapter_and_sums_are_fp32(
 
 
 def own(base: str, out: Path, known: Weights, **about: Any) -> Path:
-    """An adapter as `consolidate --adapter` writes it: one LoRA of layer 1, a bias, a head."""
+    """Write an adapter as `consolidate --adapter` does: a LoRA in layer 1, a bias, a head."""
     out.mkdir()
     tensors = {
         "layers.1.fc1.lora_A.weight": torch.full((2, 64), 0.5),
@@ -165,10 +160,7 @@ def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path)
     adapter = own(str(base), tmp_path / "adapter", plain, unlearned=["contact_head"])
     found = weights.read(str(adapter))
     assert found.absent == found.unlearned == ("contact_head",)
-    assert found.notices == ()
-    assert [text.split(";")[0] for text in found.lacking("lm_head", "contact_head")] == [
-        f"{adapter}: has no contact_head"
-    ]
+    assert len(found.lacking("lm_head", "contact_head")) == 1
     assert [file.name for file in found.files] == ["model.safetensors", "adapter_model.safetensors", "head.safetensors"]
     assert {name: reader().tolist() for name, reader in found.head.items()} == {"out.bias": [3.0]}
     # Row k of B A is 0.5 (2k + 2k + 1), and alpha / rank is 2.
@@ -177,13 +169,10 @@ def test_our_own_adapter_on_its_base_and_on_no_other(base: Path, tmp_path: Path)
         expected = plain[name] + added if name == "layers.1.fc1.weight" else plain[name]
         expected = torch.full((64,), 5.0) if name == "layers.0.fc2.bias" else expected
         assert torch.equal(found[name], expected), name
-    assert weights.identity(found, "x")["files"].keys() == {file.name for file in found.files}
-
     edit(adapter, lora_alpha=5.0)
     scaled = weights.read(str(adapter))
     assert weights.identity(scaled, "x")["files"] == weights.identity(found, "x")["files"]
     assert len({weights.model_hash(each) for each in (plain, found, scaled)}) == 3
-    assert "made" not in weights.identity(plain, "x")
     with pytest.raises(InputError, match=r"another model .other made"):
         weights.check(weights.identity(scaled, "x"), weights.identity(found, "x"), "step_1")
     edit(adapter, lora_alpha=4.0, inference_mode=False)
@@ -205,11 +194,10 @@ def test_random_weights_as_the_base_follow_from_their_seed(tmp_path: Path) -> No
     found = weights.read(str(own("nano", tmp_path / "adapter", plain, unlearned=["lm_head", "contact_head"])))
     assert torch.equal(found["layers.2.fc1.weight"], plain["layers.2.fc1.weight"])
     assert found.unlearned == ("lm_head", "contact_head")
-    assert found.seed is None, "it is no longer what the seed says"
+    assert found.seed is None, "the seed alone does not give these weights"
     other = weights.read(str(own("nano", tmp_path / "other", weights.fresh(CONFIG, 8))))
     with pytest.raises(InputError, match=r"step_1: .* another model .other made"):
         weights.check(weights.identity(other, "y"), weights.identity(found, "x"), "step_1")
-    assert [file.name for file in found.files] == ["adapter_model.safetensors", "head.safetensors"]
 
 
 def test_an_adapter_on_top_of_an_adapter(base: Path, tmp_path: Path) -> None:
@@ -247,19 +235,13 @@ def test_what_cannot_be_read_is_refused(adapter: Path, base: Path, tmp_path: Pat
         (adapter / "adapter_config.json").write_text(settings)
         edit(adapter, **changes)
         save_file({k: tensor for k, tensor in (whole | tensors).items() if tensor is not None}, file)
-        with pytest.raises(InputError) as caught:
+        with pytest.raises(InputError, match=f"{re.escape(str(adapter))}/adapter_.*{re.escape(token)}"):
             weights.read(str(adapter))
-        assert str(caught.value).startswith(f"{adapter}/adapter_")
-        assert token in str(caught.value)
-    for number, (made, token) in enumerate(
-        (
-            ({"target_modules": ["query", "word_embeddings"]}, "lora_embedding_A"),
-            ({"target_modules": ["query"], "modules_to_save": ["lm_head"]}, "modules_to_save"),
-        )
-    ):
-        other = saved(peft_model(base, EsmForMaskedLM, **made), tmp_path / str(number))
+    cases = ((["word_embeddings"], None, "lora_embedding"), (["query"], ["lm_head"], "LM head"))
+    for targets, whole_modules, token in cases:
+        theirs = peft_model(base, EsmForMaskedLM, target_modules=targets, modules_to_save=whole_modules)
         with pytest.raises(InputError, match=token):
-            weights.read(str(other))
+            weights.read(str(saved(theirs, tmp_path / targets[0])))
 
 
 def test_damage_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
@@ -272,18 +254,15 @@ def test_damage_is_named(adapter: Path, base: Path, tmp_path: Path) -> None:
         weights.build(found, torch.device("cpu"))
     damaged = shutil.copytree(base, tmp_path / "damaged")
     of_base = load_file(damaged / "model.safetensors")
-    names = ("layers.0.self_attn.q_proj.weight", "layers.0.fc2.weight")
-    for name in names:
-        of_base[str(FAMILY.key(name))][1, 1] = torch.inf
+    name = "layers.0.self_attn.q_proj.weight"
+    of_base[str(FAMILY.key(name))][1, 1] = torch.inf
     save_file(of_base, damaged / "model.safetensors")
     edit(adapter, base_model_name_or_path=str(damaged))
-    for name in names:
-        with pytest.raises(InputError, match=rf"damaged: {name} holds a value"):
-            weights.read(str(adapter))[name]
-    for text in ("[]", '{"base": {"name": "x"}}'):
-        (adapter / "esmshard.json").write_text(text)
-        with pytest.raises(InputError, match=r"esmshard.json: damaged"):
-            weights.read(str(adapter))
+    with pytest.raises(InputError, match=rf"damaged: {name} holds a value"):
+        weights.read(str(adapter))[name]
+    (adapter / "esmshard.json").write_text('{"base": {"name": "x"}}')
+    with pytest.raises(InputError, match=r"esmshard.json: damaged"):
+        weights.read(str(adapter))
     (adapter / "esmshard.json").unlink()
     file.unlink()
     with pytest.raises(InputError, match=r"adapter_model.safetensors is missing"):

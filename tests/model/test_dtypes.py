@@ -12,7 +12,6 @@ from esmshard.model.families.esm2 import EsmConfig
 
 CASTS: list[Callable[[nn.Module], nn.Module]] = [
     lambda m: m.to(torch.device("cpu"), torch.float16),
-    lambda m: m.double(),
     lambda m: copy.deepcopy(m.bfloat16().float()).half(),
     lambda m: nn.Sequential(m).bfloat16()[0],
 ]

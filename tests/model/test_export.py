@@ -1,4 +1,4 @@
-"""Models of one layout made models of the other: bit-equal there and back, and read by the libraries they are for."""
+"""Conversions between layouts keep every bit, and the libraries of each layout read the results."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from transformers import EsmForMaskedLM
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.errors import InputError, UsageError
-from esmshard.model import export, weights
+from esmshard.model import weights
 from esmshard.model.families.esm2 import FAMILY, SIZES, TIED, EsmConfig, config_of_fair_esm, fair_esm_settings
 
 NAMES = {"ESM-2": "esm2_it", "ESM-1b": "esm1b_it", "ESM-1v": "esm1v_it"}
@@ -23,7 +23,7 @@ HEAD = {"out.weight": torch.arange(6.0).view(2, 3), "out.bias": torch.ones(2)}
 
 
 def same(reference: FairEsm, model: str | Path, dtype: torch.dtype = torch.float32) -> None:
-    """Every tensor of a model as we read it, and no other."""
+    """Compare all tensors of a model with fair-esm's model."""
     found, expected = weights.read(str(model)), reference.state_dict()
     assert found.absent == found.notices == ()
     assert {name for name in found.read if not name.startswith("head.")} | {TIED} == expected.keys()
@@ -88,31 +88,29 @@ def test_settings_of_transformers_and_fair_esm_and_back() -> None:
 
 
 def test_a_model_in_half_precision_and_in_several_files(tmp_path: Path) -> None:
-    reference, dtype, torch_dtype = fair_esm(TINY), "bf16", torch.bfloat16
+    reference, dtype = fair_esm(TINY), torch.bfloat16
     file = write_fair_esm(tmp_path / "esm2_it.pt", reference)
-    out = consolidate(file, tmp_path / "out", dtype=dtype, max_file_bytes=20_000)
+    out = consolidate(file, tmp_path / "out", dtype="bf16", max_file_bytes=20_000)
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 2
-    same(reference, out, torch_dtype)
+    same(reference, out, dtype)
     index = json.loads((out / "model.safetensors.index.json").read_text())
     held = {key: file.name for file in out.glob("*.safetensors") for key in load_file(file)}
     assert index["weight_map"] == held
     state = {name: tensor for name, tensor in reference.state_dict().items() if name != TIED}
     assert held.keys() == {FAMILY.key(name) for name in state}
     assert index["metadata"]["total_size"] == sum((4 if "inv_freq" in n else 2) * t.numel() for n, t in state.items())
-    with pytest.raises(FloatingPointError, match="too large"):
-        export.cast("x", torch.tensor([1e30]), torch.float16)
     stored = {reader().dtype for name, reader in weights.read(str(out)).read.items() if "inv_freq" not in name}
-    assert stored == {torch_dtype}
-    assert by_transformers(out).dtype == torch_dtype
+    assert stored == {dtype}
+    assert by_transformers(out).dtype == dtype
     with pytest.raises(InputError, match="are missing"):
         weights.read(str(next(iter(out.glob("*00001-of*")))))
-    whole = consolidate(file, tmp_path / "whole", to="fair-esm", dtype=dtype)
-    same(reference, whole / "esm2_whole.pt", torch_dtype)
+    whole = consolidate(file, tmp_path / "whole", to="fair-esm", dtype="bf16")
+    same(reference, whole / "esm2_whole.pt", dtype)
 
 
 @pytest.fixture
 def fine_tuned(tmp_path: Path) -> Path:
-    """What a run left: a trunk, a head, and what is known of both."""
+    """The model of a run: a trunk, a head and `esmshard.json`."""
     directory = write_transformers(tmp_path / "tuned", fair_esm(TINY), TINY, HEAD)
     (directory / "esmshard.json").write_text(json.dumps({"format": "esmshard-model", "step": 7, "weights_sha256": "x"}))
     return directory
@@ -126,8 +124,7 @@ def test_a_fine_tuned_model_keeps_its_head_and_what_is_known_of_it(fine_tuned: P
     for name, tensor in HEAD.items():
         assert torch.equal(found.head[name](), tensor)
     about = json.loads((out / "esmshard.json").read_text())
-    assert (about["format"], about["step"]) == ("esmshard-model", 7)
-    assert len(about["weights_sha256"]) == 64, "of the new files"
+    assert (about["format"], about["step"], len(about["weights_sha256"])) == ("esmshard-model", 7, 64)
 
 
 def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) -> None:
@@ -137,29 +134,18 @@ def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) 
     for source, out in [*cases, (tmp_path / "link", fine_tuned), (fine_tuned, tmp_path / "link")]:
         with pytest.raises(UsageError, match="holds the model to read"):
             consolidate(source, out, overwrite=True)
-    with pytest.raises(UsageError):
-        consolidate(fine_tuned, fine_tuned)
     assert {path.name: path.read_bytes() for path in fine_tuned.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]
 
 
-def test_a_bad_model_leaves_nothing_behind(tmp_path: Path) -> None:
-    directory = write_transformers(tmp_path / "given", fair_esm(TINY), TINY)
-    edit_tensors(directory, lambda state: state["lm_head.layer_norm.weight"][:1].fill_(torch.nan))
-    for to in ("hf", "fair-esm"):
-        with pytest.raises(InputError, match=r"given: lm_head.layer_norm.weight"):
-            consolidate(directory, tmp_path / "out", to=to)
-    assert [p.name for p in tmp_path.iterdir()] == ["given"]
-
-
 @pytest.mark.parametrize("part", ["lm_head", "contact_head"])
 def test_what_a_model_lacks_is_said_and_not_made_up(part: str, tmp_path: Path) -> None:
-    """A random part that looks like a trained one would be believed by the next reader."""
+    """The next reader would take a random part for a trained part."""
     directory = write_transformers(tmp_path / "given", fair_esm(TINY), TINY)
     edit_tensors(directory, lambda state: [state.pop(key) for key in list(state) if part in key])
     said: list[str] = []
     out = consolidate(directory, tmp_path / "out", warn=said.append)
-    assert said == [], "nothing random was written"
+    assert said == []
     assert weights.read(str(out)).absent == (part,)
     consolidate(directory, tmp_path / "esm2_it", to="fair-esm", warn=said.append)
     assert len(said) == 1

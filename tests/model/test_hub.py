@@ -20,7 +20,7 @@ from hub_server import COMMIT, NAME, Hub, own_caches, snapshot
 from huggingface_hub import constants
 from model_files import TINY, fair_esm, write_fair_esm, write_transformers
 from peft import LoraConfig, get_peft_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from transformers import EsmForMaskedLM
 
 from esmshard.errors import InputError, UsageError
@@ -30,14 +30,8 @@ from esmshard.planner import config_of
 from esmshard.tasks.finetuned import load_finetuned
 
 
-def flip(body: bytes) -> bytes:
-    """One bit of the last byte, so that the file still opens."""
-    return body[:-1] + bytes([body[-1] ^ 1])
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny model in transformers' layout, with a vocabulary."""
     directory = write_transformers(tmp_path_factory.mktemp("model") / "tiny", fair_esm(TINY), TINY)
     (directory / "vocab.txt").write_text("<cls>\n<pad>\n")
     return directory
@@ -63,24 +57,18 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def here(cache: Path, server: Hub, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """The server, for fetches in this process."""
+    """The server of this process."""
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr(constants, "ENDPOINT", server.url)
     template = server.url + "/{repo_id}/resolve/{revision}/{filename}"
     monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", template)
-    # Older releases of the library hold it under this name too.
+    # Older releases of the library also have this name.
     monkeypatch.setattr("huggingface_hub.file_download.HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     return server
 
 
 def names(directory: Path) -> set[str]:
     return {path.name for path in directory.iterdir()}
-
-
-def left_in(directory: Path) -> list[Path]:
-    """Files of weights, and partial downloads."""
-    found = [path for path in directory.rglob("*") if not path.is_dir() and ".locks" not in path.parts]
-    return [path for path in found if path.suffix == ".incomplete" or not path.exists() or path.stat().st_size > 1000]
 
 
 def assert_same_model(path: Path, reference: Path) -> None:
@@ -125,12 +113,14 @@ def test_to_makes_a_directory_of_plain_files_and_leaves_the_cache_alone(here: Hu
 
 def test_a_flipped_bit_or_a_file_that_ends_early_is_refused_and_nothing_of_it_stays(here: Hub, tmp_path: Path) -> None:
     right = here.files["model.safetensors"]
-    for sent, token in ((flip(right), "sha256"), (right[:5000], "model.safetensors")):
+    flipped = right[:-1] + bytes([right[-1] ^ 1])  # The file can still be opened.
+    for sent, token in ((flipped, "sha256"), (right[:5000], "model.safetensors")):
         here.sent["model.safetensors"] = sent
         for arguments in ({}, {"to": tmp_path / "out"}):
             with pytest.raises(InputError, match=token):
                 hub.fetch(NAME, **arguments)
-        assert left_in(tmp_path) == []
+        files = [path for path in tmp_path.rglob("*") if not path.is_dir() and ".locks" not in path.parts]
+        assert not [p for p in files if p.suffix == ".incomplete" or not p.exists() or p.stat().st_size > 1000]
         assert list((tmp_path / "out").iterdir()) == []
         assert hub.find(NAME) is None
     here.sent.clear()
@@ -168,23 +158,15 @@ def test_ctrl_c_ends_a_download_at_once_and_leaves_nothing(server: Hub, tmp_path
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def shards(model: Path) -> dict[str, bytes]:
-    """The tiny model in two files and an index."""
-    state = load_file(model / "model.safetensors")
-    files = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(sorted(state))}
-    parts = {}
-    for file in set(files.values()):
-        save_file({name: state[name] for name in files if files[name] == file}, model.parent / file)
-        parts[file] = (model.parent / file).read_bytes()
-    index = json.dumps({"metadata": {}, "weight_map": files}).encode()
-    return {"config.json": (model / "config.json").read_bytes(), "model.safetensors.index.json": index, **parts}
-
-
 def test_a_model_comes_with_all_shards_or_as_torch_weights(here: Hub, cache: Path, model: Path) -> None:
-    whole = here.files
-    here.files = shards(model) | {"pytorch_model.bin": b"another format"}
+    whole, state = here.files, load_file(model / "model.safetensors")
+    files = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(sorted(state))}
+    index = json.dumps({"metadata": {}, "weight_map": files}).encode()
+    shards = {"config.json": whole["config.json"], "model.safetensors.index.json": index}
+    shards |= {file: save({name: state[name] for name in files if files[name] == file}) for file in set(files.values())}
+    here.files = shards | {"pytorch_model.bin": b"another format"}
     path = hub.fetch(NAME)
-    assert names(path) == shards(model).keys()
+    assert names(path) == shards.keys()
     assert_same_model(path, model)
     shutil.rmtree(cache)
     here.files = {name: body for name, body in whole.items() if name != "model.safetensors"}
@@ -221,14 +203,12 @@ def test_a_file_of_fair_esm_in_torch_hubs_cache_goes_first(cache: Path, tmp_path
     assert hub.find("esm2_t12_35M_UR50D") is None
 
 
-# Any repository, as OWNER/NAME
-
 MINE = "lab/esm2_mine"
 
 
 @pytest.fixture
 def mine(here: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
-    """The tiny model in a repository that is not known here. The working directory is empty."""
+    """The tiny model in a repository OWNER/NAME. The working directory is empty."""
     here.repository = MINE
     (tmp_path / "work").mkdir()
     monkeypatch.chdir(tmp_path / "work")
@@ -236,12 +216,11 @@ def mine(here: Hub, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_configuration_of_a_repository_decides_family_and_shape(mine: Hub, model: Path, cache: Path) -> None:
-    with pytest.raises(InputError, match="esmshard download"):  # a plan asks the hub for nothing
+    with pytest.raises(InputError, match="esmshard download"):
         config_of(MINE)
-    assert mine.asked == []
+    assert mine.asked == [], "a plan uses no network"
     found = weights.read(MINE)
     assert found.config == config_of(MINE) == TINY
-    # The configuration is looked at before gigabytes are downloaded.
     assert mine.asked == ["list", "config.json", "vocab.txt", "README.md", "model.safetensors"]
     assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
     assert_same_model(Path(found.source), model)
@@ -268,7 +247,7 @@ def test_what_is_no_name_of_a_repository_is_not_asked_for(mine: Hub) -> None:
 
 
 def adapter_files(directory: Path, base: Path, **settings: Any) -> dict[str, bytes]:
-    """What PEFT writes of a LoRA on a model, with `settings` changed."""
+    """The files of a LoRA from PEFT, with changed settings."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         lora = LoraConfig(r=2, target_modules=["query"], init_lora_weights=False)
@@ -280,12 +259,10 @@ def adapter_files(directory: Path, base: Path, **settings: Any) -> dict[str, byt
 
 def test_an_adapter_is_read_as_its_directory_is(mine: Hub, model: Path, cache: Path, tmp_path: Path) -> None:
     mine.files = adapter_files(tmp_path / "adapter", model) | {"README.md": b"a card", "optimizer.bin": b"state"}
-    mine.files["config.json"] = b"{}"  # says nothing of an adapter
+    mine.files["config.json"] = b"{}"
     found, local = weights.read(MINE), weights.read(str(tmp_path / "adapter"))
     assert mine.asked == ["list", "config.json", "adapter_config.json", "README.md", "adapter_model.safetensors"]
-    assert Path(found.source) == cache / "models--lab--esm2_mine" / "snapshots" / COMMIT
-    for name in found.read:
-        assert torch.equal(found[name], local[name])
+    assert all(torch.equal(found[name], local[name]) for name in found.read)
     changed = "layers.0.self_attn.q_proj.weight"
     assert not torch.equal(found[changed], weights.read(str(model))[changed])
     mine.asked.clear()
@@ -311,7 +288,7 @@ def test_a_fine_tuned_model_of_the_hub_has_its_head(mine: Hub) -> None:
 
 
 def test_the_older_files_of_the_authors_are_read(mine: Hub, tmp_path: Path) -> None:
-    """`data/weights/NAME.pth` without a configuration that says anything, beside files of other models."""
+    """The file `data/weights/NAME.pth` with an empty configuration and with files of other models."""
     directory = esmc_files.write(tmp_path / "esmc", "C", esmc_files.random_esmc())
     file, other = "data/weights/esmc_tiny_2024_12_v0.pth", "data/weights/esm3_structure_encoder_v0.pth"
     mine.files = {"config.json": b"{}", file: (directory / file).read_bytes(), other: b"", "README.md": b"a card"}

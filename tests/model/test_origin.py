@@ -1,4 +1,4 @@
-"""The identity of a base model: what changes it, what does not, and what is said."""
+"""Files, seed and architecture decide the identity of a base model; names and places do not."""
 
 import hashlib
 import shutil
@@ -6,28 +6,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from model_files import SMALL, fair_esm, write_fair_esm, write_transformers
+from model_files import TINY, fair_esm, write_fair_esm, write_transformers
 
 from esmshard.errors import InputError
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
 
 
-def identity(path: Path) -> dict[str, Any]:
-    return weights.identity(weights.read(str(path)), str(path))
-
-
 def test_files_are_known_by_size_and_hash_and_not_by_their_place(tmp_path: Path) -> None:
-    config = SMALL["ESM-2"]
-    base, changed = (write_transformers(tmp_path / str(k), fair_esm(config, seed=k), config) for k in (0, 1))
+    def identity(path: Path) -> dict[str, Any]:
+        return weights.identity(weights.read(str(path)), str(path))
+
+    base, changed = (write_transformers(tmp_path / str(k), fair_esm(TINY, seed=k), TINY) for k in (0, 1))
     content, before = (base / "model.safetensors").read_bytes(), identity(base)
     entry = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
-    assert before["files"] == {"model.safetensors": entry}
-    assert (before["name"], before["seed"], before["config"]["dim"]) == (str(base), None, 64)
+    assert (before["name"], before["seed"], before["files"]) == (str(base), None, {"model.safetensors": entry})
     weights.check(identity(shutil.copytree(base, tmp_path / "moved")), before, "step_1")
     with pytest.raises(InputError, match=f"{changed} is another model .other files.*{entry['sha256']}"):
         weights.check(identity(changed), before, "step_1")
-    file = write_fair_esm(tmp_path / "esm2_x.pt", fair_esm(config))
+    file = write_fair_esm(tmp_path / "esm2_x.pt", fair_esm(TINY))
     assert identity(file)["files"].keys() == {"esm2_x.pt", "esm2_x-contact-regression.pt"}
 
 

@@ -1,4 +1,4 @@
-"""Files that are no weights of ours: each is refused with one sentence that begins with its path."""
+"""Files that are not weights are refused, with one sentence that begins with their path. No code in a file is run."""
 
 import argparse
 import json
@@ -21,10 +21,7 @@ from esmshard.model.families.esm2 import fair_esm_settings
 from esmshard.model.families.family_registry import RELEASED
 from esmshard.model.weights import load_model
 
-State = dict[str, torch.Tensor]
-LFS_POINTER = (
-    b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 31384421\n"
-)
+LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22e\nsize 3138\n"
 PAGE = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>\n"
 
 
@@ -44,22 +41,15 @@ def file(tmp_path: Path, reference: FairEsm) -> Path:
 
 
 def refusal(model: str | Path, named: Path | None = None) -> str:
-    """The one sentence with which `load_model` refuses. It begins with the path of the bad file, and has no advice to
-    load it in another way.
-    """
+    """The error of `load_model`. It begins with the path of the bad file, and does not advise to run the file's
+    code."""
     with pytest.raises(InputError) as caught:
         load_model(str(model))
     message = str(caught.value)
     assert message.startswith(f"{named or model}: ")
     assert "\n" not in message
     assert "weights_only" not in message
-    assert len(message.removeprefix(f"{named or model}: ")) < 350
     return message
-
-
-def test_a_path_that_is_not_there(tmp_path: Path) -> None:
-    for name in ("nowhere", "nowhere.pt"):
-        assert "no such file" in refusal(tmp_path / name)
 
 
 def test_a_released_name_whose_file_is_of_another_model(
@@ -71,9 +61,6 @@ def test_a_released_name_whose_file_is_of_another_model(
         assert name in RELEASED
         with pytest.raises(InputError, match=f"{file}: .*{name}"):
             weights.read(name)
-
-
-# Directories of which one file was altered
 
 
 def config(**changes: Any) -> Callable[[Path], None]:
@@ -105,18 +92,9 @@ ALTERED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "learned positions": (config(position_embedding_type="absolute"), "", "inv_freq"),
     "a LayerNorm before": (config(emb_layer_norm_before=True), "", "emb_layer_norm_before.bias"),
     "a missing key": (tensors(lambda state: state.pop(f"esm.{FC2}.weight")), "", "layers.1.fc2.weight are missing"),
-    "a layer more": (
-        more("esm.encoder.layer.2.output.dense.bias", 32),
-        "",
-        "layers.2.fc2.bias do not belong",
-    ),
+    "a layer more": (more("esm.encoder.layer.2.output.dense.bias", 32), "", "layers.2.fc2.bias do not belong"),
     "a head of another model": (more("structure_head.weight", 32), "", "esm.structure_head.weight do not belong"),
-    # As a model that was trained with `tie_word_embeddings: false`: here the two are one tensor.
-    "an LM head with a matrix of its own": (
-        more("lm_head.decoder.weight", 33, TINY.dim),
-        "",
-        "lm_head.weight differs from embed_tokens.weight",
-    ),
+    "`tie_word_embeddings: false`": (more("lm_head.decoder.weight", 33, TINY.dim), "", "lm_head.weight differs from"),
     "another shape": (more("lm_head.bias", 64), "", "lm_head.bias is [64] and must be [33]"),
     **{
         f"{value} in {name}": (last_of(key, value), "", f"{name} holds a value that is not finite")
@@ -128,24 +106,19 @@ ALTERED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
 
 
 def test_a_directory_of_which_a_file_was_altered(tmp_path: Path, reference: FairEsm) -> None:
+    assert "no such file" in refusal(tmp_path / "nowhere.pt")
     for n, (edit, named, token) in enumerate(ALTERED.values()):
         directory = write_transformers(tmp_path / str(n), reference, TINY)
         edit(directory)
         assert token in refusal(directory, directory / named)
-
-
-def test_a_value_that_is_not_finite_in_a_task_head(tmp_path: Path, reference: FairEsm) -> None:
     head = {"out.weight": torch.tensor([1.0, torch.nan]), "out.bias": torch.zeros(2)}
     found = weights.read(str(write_transformers(tmp_path / "model", reference, TINY, head)))
     with pytest.raises(InputError, match=r"model: head\.out\.weight holds a value that is not finite"):
         found.head_state()
 
 
-# Files that are something else
-
-
 def test_an_index_that_is_not_true(directory: Path) -> None:
-    """It names no file, a file that is not there, or one outside of the directory."""
+    """The index names no file, a missing file, or a file outside of the directory."""
     index = directory / "model.safetensors.index.json"
     index.write_text('{"metadata": {}}')
     refusal(directory, index)
@@ -174,7 +147,7 @@ def test_a_truncated_file_a_pointer_or_a_page_in_the_place_of_a_file(directory: 
 
 
 class Code:
-    """Whoever unpickles it makes a directory."""
+    """Makes a directory when it is unpickled."""
 
     def __init__(self, trace: Path) -> None:
         self.trace = trace
@@ -206,46 +179,30 @@ def test_code_in_a_pickle_is_not_run(name: str, form: str, directory: Path, refe
     assert trace.exists(), "the code was in the file"
 
 
-def test_a_whole_model_in_a_pickle_is_code_too(tmp_path: Path, reference: FairEsm) -> None:
-    torch.save({"model": reference}, tmp_path / "esm.pt")
-    assert "contains code (esm.model.esm2.ESM2)" in refusal(tmp_path / "esm.pt")
-
-
-OTHERS: dict[str, tuple[Any, str]] = {
-    "no cfg": ({"model": {}}, "neither cfg.model nor args"),
-    "ESM-1": (
-        {"args": argparse.Namespace(arch="protein_bert_base"), "model": {}},
-        "'protein_bert_base'",
-    ),
-    "no model": (fair_esm_settings(TINY), "not a model file of any"),
-    "a list": ([1, 2], "not a dictionary"),
-}
-
-
-def test_a_pt_file_of_something_else(tmp_path: Path) -> None:
-    for content, token in OTHERS.values():
+def test_a_pt_file_of_something_else(tmp_path: Path, file: Path, reference: FairEsm) -> None:
+    for content, token in (
+        ({"model": reference}, "contains code (esm.model.esm2.ESM2)"),
+        ({"model": {}}, "neither cfg.model nor args"),
+        ({"args": argparse.Namespace(arch="protein_bert_base"), "model": {}}, "'protein_bert_base'"),
+        (fair_esm_settings(TINY), "not a model file of any"),
+        ([1, 2], "not a dictionary"),
+    ):
         torch.save(content, tmp_path / "esm.pt")
         assert token in refusal(tmp_path / "esm.pt")
+    regression = file.with_name(f"{file.stem}-contact-regression.pt")
+    torch.save({"weight": torch.zeros(8)}, regression)
+    assert "not a contact regression" in refusal(file, regression)
 
 
-SIZES_SAID: dict[str, tuple[str, Any, str]] = {
-    "heads that do not divide": ("encoder_attention_heads", 5, "multiple of"),
-    "one layer more": ("encoder_layers", 3, "layers.2."),
-    "another width": ("encoder_embed_dim", 64, "must be"),
-    "another feed-forward": ("encoder_ffn_embed_dim", 100, "ffn_embed_dim is 100"),
-}
-
-
-def test_a_pt_file_of_other_sizes_than_it_says(tmp_path: Path, reference: FairEsm) -> None:
-    for name, value, token in SIZES_SAID.values():
+def test_a_pt_file_with_wrong_sizes(tmp_path: Path, reference: FairEsm) -> None:
+    for name, value, token in (
+        ("encoder_attention_heads", 5, "multiple of"),
+        ("encoder_layers", 3, "layers.2."),
+        ("encoder_embed_dim", 64, "must be"),
+        ("encoder_ffn_embed_dim", 100, "ffn_embed_dim is 100"),
+    ):
         file = write_fair_esm(tmp_path / f"{name}.pt", reference)
         edit_pt(file, lambda data, name=name, value=value: setattr(data["cfg"]["model"], name, value))
         assert token in refusal(file)
     edit_pt(file, lambda data: delattr(data["cfg"]["model"], "encoder_layers"))
     assert "'layers' is missing" in refusal(file)
-
-
-def test_a_contact_regression_that_is_something_else(file: Path) -> None:
-    regression = file.with_name(f"{file.stem}-contact-regression.pt")
-    torch.save({"weight": torch.zeros(8)}, regression)
-    assert "not a contact regression" in refusal(file, regression)

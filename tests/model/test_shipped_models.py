@@ -1,4 +1,4 @@
-"""The starter and the demo model: small trained models that come with the package."""
+"""The starter and the demo model, which come with the package, have learned from their data."""
 
 import numpy as np
 import numpy.typing as npt
@@ -22,20 +22,17 @@ from esmshard.vocab import encode
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module")
-def chains() -> list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int8]]]:
-    """Tokens and contacts of 12 test chains, which no shipped model has ever seen."""
-    with np.load(shipped("data") / "contact" / "test.npz") as file:
-        seqs, offsets, cb = (file[key][:13] if key != "cb_dA" else file[key] for key in ("seqs", "offsets", "cb_dA"))
-    found = []
-    for k in range(12):
-        part = cb[offsets[k] : offsets[k + 1]]
-        cb_L3 = np.where(part == UNRESOLVED, np.nan, part / 10).astype(np.float32)
-        found.append((encode(str(seqs[k])), contact_labels(cb_L3)))
-    return found
-
-
 Chains = list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.int8]]]
+
+
+@pytest.fixture(scope="module")
+def chains() -> Chains:
+    """Tokens and contacts of 12 test chains, which no shipped model was trained on."""
+    with np.load(shipped("data") / "contact" / "test.npz") as file:
+        seqs, offsets, cb = (file[key] for key in ("seqs", "offsets", "cb_dA"))
+    parts = np.split(cb, offsets[1:13])[:12]
+    cbs = [np.where(part == UNRESOLVED, np.nan, part / 10).astype(np.float32) for part in parts]
+    return [(encode(str(text)), contact_labels(cb_L3)) for text, cb_L3 in zip(seqs[:12], cbs, strict=True)]
 
 
 def mean(rows: list[dict[str, float]], name: str) -> float:
@@ -70,7 +67,7 @@ def test_the_contact_recipe_starts_from_a_model_that_has_seen_no_contact_and_non
 
 
 def test_its_contact_regression_was_fitted(chains: Chains) -> None:
-    """It knows little: the starter learned contacts through its contact head, and not as attention."""
+    """The precision is low, because the starter learned contacts in its contact head, not in its attention."""
     trunk = weights.load_model("starter", CPU)
     with torch.no_grad():
         rows = [contact_precision(predict_contacts(trunk, pack([t]))[0].numpy(), y) for t, y in chains]
@@ -88,4 +85,4 @@ def test_its_lm_head_knows_more_than_frequencies(name: str, chains: Chains) -> N
             logits = trunk(pack([hidden]), logits_at=torch.from_numpy(at_P)).logits_PV
         loss += float(torch.nn.functional.cross_entropy(logits, torch.from_numpy(tokens[at_P]).long(), reduction="sum"))
         count += len(at_P)
-    assert np.exp(loss / count) < 17, "about 18 for who knows no more than how common each amino acid is"
+    assert np.exp(loss / count) < 17, "the frequencies of the amino acids give about 18"

@@ -1,45 +1,37 @@
-"""How many residues a model saw at once in training: the family's number, or the released model's own."""
+"""The longest sequence in training is a number of the family or of the released model, and stays with the model."""
 
 import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from model_files import write_fresh
 
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.embed.spec import Long, request
-from esmshard.model import export, hub, weights
-from esmshard.model.config import ModelConfig
+from esmshard.model import hub, weights
 from esmshard.model.families.family_registry import SIZES, recorded_config, window_of
 
 BASE = "amplify_120m_base"
-
-
-def write(directory: Path, config: ModelConfig) -> Path:
-    directory.mkdir()
-    found = weights.fresh(config, 0)
-    sizes = weights.stored_shapes(config)
-    export.write_transformers(directory, config, sizes, found.__getitem__)
-    return directory
 
 
 def test_models_of_a_first_stage_have_their_own() -> None:
     for size in ("120m", "350m"):
         assert [window_of(SIZES[f"amplify_{size}{stage}"]) for stage in ("", "_base")] == [2046, 510]
     assert window_of(SIZES["esm2_t6_8M_UR50D"]) == 1022
-    assert SIZES[BASE] == SIZES["amplify_120m"], "the shape is the same"
+    assert SIZES[BASE] == SIZES["amplify_120m"]
 
 
 def test_what_is_made_from_a_model_keeps_it(tmp_path: Path) -> None:
     config = replace(SIZES["esmc_nano"], window=40)
     assert recorded_config(config.recorded()).window == 40, "as in a checkpoint"
-    first = write(tmp_path / "first", config)
+    first = write_fresh(tmp_path / "first", config)
     assert json.loads((first / "config.json").read_text())["trained_window"] == 40
     again = consolidate(str(first), tmp_path / "again")
     found = weights.read(str(again))
     assert (found.config.window, found.config) == (40, config)
     assert request(str(again), tmp_path / "x.npy").spec.long == Long("full", 40)
-    plain = write(tmp_path / "plain", replace(config, window=None))
+    plain = write_fresh(tmp_path / "plain", replace(config, window=None))
     assert "trained_window" not in json.loads((plain / "config.json").read_text())
     known = weights.read(str(plain))
     weights.check(weights.identity(found, "a"), weights.identity(known, "b"), "here")
@@ -47,10 +39,10 @@ def test_what_is_made_from_a_model_keeps_it(tmp_path: Path) -> None:
 
 
 def test_a_released_name_says_the_window(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The `config.json` of its repository does not."""
+    """The repository's `config.json` has no window."""
     tiny = SIZES["amplify_nano"]
     monkeypatch.setitem(SIZES, BASE, replace(tiny, window=510))
-    there = write(tmp_path / "there", tiny)
+    there = write_fresh(tmp_path / "there", tiny)
     monkeypatch.setattr(hub, "fetch", lambda name: there)
     assert weights.read(BASE).config.window == 510
     assert weights.read("chandar-lab/AMPLIFY_120M_base").config.window == 510

@@ -38,23 +38,21 @@ def stopped(*shares: list[MicroBatch]) -> str | None:
     return None
 
 
-def micro(*records: int, is_dummy: bool = False) -> MicroBatch:
-    return MicroBatch(records, is_dummy)
-
-
 def test_shares_may_not_overlap_and_dummies_count_for_nothing() -> None:
-    assert stopped([micro(0, 2)], [micro(3)]) is None
-    assert stopped([micro(0), micro(2)], [micro(3), micro(4)], [micro(5), micro(6)]) is None
-    message = stopped([micro(5, 2)], [micro(5, 2)])
-    assert message is not None
-    assert message.startswith("ranks 0 and 1 would train on the same records (first: 'e')")
-    assert stopped([micro(0)], [micro(0, is_dummy=True)], [micro(0, is_dummy=True)]) is None
-    assert stopped([micro(0), micro(2)], [micro(3), micro(2, is_dummy=True)]) is None
-    assert stopped([micro(0), micro(2)], [micro(0, is_dummy=True), micro(2)]) is not None
+    two, dummy = MicroBatch((2,), False), MicroBatch((0,), True)
+    for shares in (
+        [[MicroBatch((0, 2), False)], [MicroBatch((3,), False)], [MicroBatch((4, 5), False)]],  # twins are two records
+        [[MicroBatch((0,), False)], [dummy], [dummy]],
+        [[two], [MicroBatch((3,), False), MicroBatch((2,), True)]],
+    ):
+        assert stopped(*shares) is None
+    message = stopped([MicroBatch((5, 2), False)], [MicroBatch((5, 2), False)])
+    assert str(message).startswith("ranks 0 and 1 would train on the same records (first: 'e')")
+    assert stopped([MicroBatch((0,), False), two], [dummy, two]) is not None
 
 
 def test_a_record_that_cannot_be_read_is_every_ranks_error() -> None:
     one, data = World(0, 1, torch.device("cpu"), None), SimpleNamespace(get=get)
     with pytest.raises(InputError, match="record 1 is broken") as caught:
-        check_first_batch(one, partial(digests, data, [micro(0, 1)], 7))  # type: ignore[arg-type]
+        check_first_batch(one, partial(digests, data, [MicroBatch((0, 1), False)], 7))  # type: ignore[arg-type]
     assert caught.value.shared

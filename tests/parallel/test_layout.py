@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from esmshard.errors import UsageError
-from esmshard.parallel.layout import STRATEGIES, Layout, layout
+from esmshard.model.families.family_registry import SIZES
+from esmshard.parallel.layout import STRATEGIES, Layout, kept_products, layout
 from esmshard.parallel.process_group import precision_on
 from esmshard.recipe.sections import ParallelSettings
 
@@ -70,6 +71,12 @@ def test_what_cannot_be() -> None:
     for settings, world_size, token in cases:
         with pytest.raises(UsageError, match=token):
             laid(world_size, **settings)
+
+
+def test_the_products_that_selective_checkpointing_keeps() -> None:
+    """q, k and v; `out` on a rank of its own; fc1, of which a gated layer has two."""
+    assert kept_products(SIZES["nano"].matrices, 1) == {(32, 32): 4, (32, 128): 1}
+    assert kept_products(SIZES["esmc_nano"].matrices, 2) == {(32, 16): 3, (32, 128): 2}
 
 
 def test_precision(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -200,29 +200,17 @@ def test_rank_0_has_time_to_say_what_is_wrong(run: Callable[..., Launched]) -> N
     assert (job.directory / "left-0-0").is_file(), "it was not killed before its own end"
 
 
-class Noted:
-    """In place of a process: it ends at once, and its variables are noted."""
-
-    pid = 0
-    seen: list[dict[str, str]] = []  # noqa: RUF012
-
-    def __init__(self, command: list[str], *, env: dict[str, str], start_new_session: bool) -> None:
-        self.seen.append(env)
-
-    def poll(self) -> int:
-        return 0
-
-
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch.cpu_limits, "cores", lambda: 8)
-    monkeypatch.setattr(launch, "Popen", Noted)
+    seen: list[dict[str, str]] = []
+    monkeypatch.setattr(launch, "Popen", lambda command, env, start_new_session: seen.append(env) or Scripted(0))
     for threads, expected in ((None, "4"), ("3", "3")):
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         if threads:
             monkeypatch.setenv("OMP_NUM_THREADS", threads)
         before = dict(os.environ)
         assert launch.run_local(["-c", ""], 2) == 0
-        ranks = Noted.seen[-2:]
+        ranks = seen[-2:]
         assert [(rank["RANK"], rank["OMP_NUM_THREADS"]) for rank in ranks] == [("0", expected), ("1", expected)]
         assert dict(os.environ) == before
         assert not {LAUNCH, LAUNCHER} & set(before)

@@ -1,11 +1,10 @@
-"""Makes `tests/golden/amplify.safetensors` with the authors' code, in a process of its own.
+"""Makes `tests/golden/amplify.safetensors` with the authors' code.
 
-    git clone https://github.com/chandar-lab/AMPLIFY       # commit 2fd2c08; the package itself is not installed
-    pip install --no-deps --target DIR xformers             # its SwiGLU; the kernels are not needed
+    git clone https://github.com/chandar-lab/AMPLIFY       # commit 2fd2c08
+    pip install --no-deps --target DIR xformers             # for its SwiGLU
     PYTHONPATH=DIR python tests/parity/amplify_reference.py AMPLIFY/src OUT
 
-The file holds the weights under the authors' names, tokens, and what the model says of them alone and padded. Every
-parameter is off its initial value: norms that are 1 and biases that are 0 would hide an exchange.
+Every parameter differs from its initial value, because norms of 1 and biases of 0 would hide swapped names.
 """
 
 import importlib

@@ -1,8 +1,6 @@
-"""Makes `tests/golden/esm3_structure_encoder.safetensors`: what a tiny structure-token encoder of the authors says.
+"""Makes `tests/golden/esm3_structure_encoder.safetensors` with the authors' code (see `esm3_golden.py`).
 
-It runs where `esm3_golden.py` runs, which says how:
-
-    PYTHONPATH=DIR python tests/parity/esm3_encoder_golden.py tests/golden/esm3_structure_encoder.safetensors
+PYTHONPATH=DIR python tests/parity/esm3_encoder_golden.py tests/golden/esm3_structure_encoder.safetensors
 """
 
 import json
@@ -18,8 +16,8 @@ LENGTHS = {"long": 90, "short": 9, "none": 4}
 
 
 def proteins() -> dict[str, np.ndarray]:
-    """Return coordinates [L, 3, 3] of a protein with more residues than there are positions, some unknown; of one
-    with fewer residues than neighbours; and of one without a structure.
+    """Return coordinates [L, 3, 3] of a protein with more residues than positions and with unknown residues, of a
+    protein with fewer residues than neighbours, and of a protein without a structure.
     """
     numbers, found = np.random.RandomState(7), {}
     for name, length in LENGTHS.items():
@@ -44,7 +42,7 @@ def main(out: Path) -> None:
     encoder.pre_vq_proj.register_forward_hook(lambda module, inputs, output: described.append(output[0]))
     stored: dict[str, torch.Tensor] = {}
     with torch.no_grad():
-        # Codes around descriptions of residues: of other codes a few would be nearest to all residues.
+        # The codes lie near vectors of residues. Otherwise a few codes would be the nearest to all residues.
         encoder.encode(torch.from_numpy(proteins()["long"])[None])
         around, spread = described[0].repeat(2, 1)[: SIZES["n_codes"]], 0.02 * encoder.codebook.embeddings
         stored["codes"] = encoder.codebook.embeddings.copy_(around + spread)

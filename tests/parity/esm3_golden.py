@@ -1,10 +1,8 @@
-"""Makes `tests/golden/esm3.safetensors`: what the authors' ESM3 says of proteins, each alone, with weights by name.
+"""Makes `tests/golden/esm3.safetensors` with Biohub's package `esm`. fair-esm has the same name.
 
-Run it where the package `esm` is Biohub's (3.4.1.post1 made the file), and not fair-esm, which has the same name:
-
-    pip install --target DIR --no-deps --ignore-requires-python esm==3.4.1.post1
-    pip install --target DIR --no-deps einops attrs biotite biotraj msgpack msgpack-numpy cloudpathlib httpx tenacity
-    PYTHONPATH=DIR python tests/parity/esm3_golden.py tests/golden/esm3.safetensors
+pip install --target DIR --no-deps --ignore-requires-python esm==3.4.1.post1
+pip install --target DIR --no-deps einops attrs biotite biotraj msgpack msgpack-numpy cloudpathlib httpx tenacity
+PYTHONPATH=DIR python tests/parity/esm3_golden.py tests/golden/esm3.safetensors
 """
 
 import json
@@ -19,21 +17,20 @@ import numpy as np
 import torch
 
 SIZES = {"d_model": 128, "n_heads": 2, "v_heads": 8, "n_layers": 2}
-"""Those of esm3_nano."""
 TOKENS = [[0, 20, 15, 32, 11, 5, 24, 2], [0, 19, 2]]
 """`<cls> M K <mask> T A X <eos>` and `<cls> Y <eos>`."""
 TARGETS = [[0, 20, 15, 7, 11, 5, 24, 2], [0, 19, 2]]
-"""What the cross-entropy, summed over all tokens of both, asks for."""
+"""The targets of the cross-entropy, which is a sum over all tokens."""
 STRUCTURED = [[0, 20, 15, 32, 11, 5, 24, 7, 19, 4, 2], [0, 19, 6, 2], [0, 9, 12, 32, 5, 2]]
-"""Proteins with coordinates and structure tokens (`structures`), whose tokens are their own targets."""
+"""Proteins with coordinates and structure tokens (`structures`). Their tokens are the targets."""
 UNKNOWN = 4096
-"""The structure token of a residue whose structure is unknown."""
+"""The structure token of a residue with an unknown structure."""
 PLACES = 24
-"""Numbers of each gradient that are kept: those that are largest, and as many at equal distances."""
+"""How many numbers of each gradient are saved: the largest, and as many at equal distances."""
 
 
 def weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
-    """Draw weights by name, none at its usual initial value. NumPy keeps the numbers of `RandomState` for ever."""
+    """Draw weights by name, which differ from initial values. NumPy never changes the numbers of `RandomState`."""
     found = {}
     for name, shape in shapes.items():
         numbers = np.random.RandomState(zlib.crc32(name.encode())).standard_normal(tuple(shape))
@@ -46,17 +43,15 @@ def weights(shapes: Mapping[str, Sequence[int]]) -> dict[str, torch.Tensor]:
 
 
 def places(gradient: torch.Tensor) -> torch.Tensor:
-    """Return the places of the kept numbers of a flat gradient, int32."""
+    """Return the indices of the saved numbers in a flat gradient, int32."""
     largest = gradient.abs().topk(min(PLACES, len(gradient))).indices
     spread = torch.linspace(0, len(gradient) - 1, PLACES, dtype=torch.float64).long()
     return torch.cat((largest, spread)).int()
 
 
 def structures() -> list[dict[str, np.ndarray]]:
-    """Return coordinates and structure tokens of the tokens of STRUCTURED.
-
-    The first protein lacks a residue and an atom of another, and the structure token of a third; of the second nothing
-    is known; the third lies elsewhere.
+    """Return coordinates and structure tokens for STRUCTURED. The first protein lacks a residue, an atom and a token.
+    The second has unknown values only. The third has another position.
     """
     numbers, found = np.random.RandomState(5), []
     for n, tokens in enumerate(STRUCTURED):
@@ -73,20 +68,20 @@ def structures() -> list[dict[str, np.ndarray]]:
 
 
 def answers(model: Any, inputs: Sequence[dict[str, torch.Tensor]], targets: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Return representations and logits of proteins, each alone, end to end, and all gradients of their loss."""
+    """Return representations and logits of proteins, computed one by one, and all gradients of their loss."""
     hidden: list[torch.Tensor] = []
     handles = [model.transformer.blocks[0].register_forward_pre_hook(lambda block, inputs: hidden.append(inputs[0]))]
     for part in (*model.transformer.blocks[:-1], model.transformer.norm):
         handles.append(part.register_forward_hook(lambda part, inputs, output: hidden.append(output)))
     found: dict[str, list[torch.Tensor]] = {}
     loss = torch.zeros(())
-    for one, wanted in zip(inputs, targets, strict=True):
+    for protein, target in zip(inputs, targets, strict=True):
         hidden.clear()
-        logits = model(**{name: values[None] for name, values in one.items()}).sequence_logits[0]
+        logits = model(**{name: values[None] for name, values in protein.items()}).sequence_logits[0]
         for n, x in enumerate(hidden):
             found.setdefault(f"layer.{n}", []).append((x[0] if isinstance(x, tuple) else x)[0].detach())
         found.setdefault("logits", []).append(logits.detach())
-        loss = loss + torch.nn.functional.cross_entropy(logits, torch.tensor(wanted), reduction="sum")
+        loss = loss + torch.nn.functional.cross_entropy(logits, torch.tensor(target), reduction="sum")
     for handle in handles:
         handle.remove()
     model.zero_grad()

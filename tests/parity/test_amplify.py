@@ -1,7 +1,4 @@
-"""AMPLIFY gives the numbers and gradients of its authors' code, packed or alone.
-
-`amplify_reference.py` made the golden file with the authors' code.
-"""
+"""AMPLIFY gives the numbers and gradients of the authors' code, which `amplify_reference.py` saved."""
 
 import json
 from pathlib import Path
@@ -28,18 +25,11 @@ from esmshard.vocab import RESIDUES, TOKENS, encode
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "amplify.safetensors"
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "M", "MXBUZO<mask>KT", "ACDEFGHIKLMNPQRSTVWY" * 3]
-SETTINGS = {
-    "model_type": "AMPLIFY",
-    "hidden_size": 16,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 2,
-    "intermediate_size": 64,
-}
+SIZES = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64}
+SETTINGS = {"model_type": "AMPLIFY", **SIZES}
 TOLERANCE = 1e-5
 KNOWN = [n for n, row in enumerate(ROWS) if row is not None]
-"""The tokens that AMPLIFY has."""
 THEIRS = [row for row in ROWS if row is not None]
-"""Their rows in AMPLIFY."""
 
 
 class Saved(NamedTuple):
@@ -53,14 +43,11 @@ class Saved(NamedTuple):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    """The authors' weights as a directory such as theirs on the hub."""
-    found = load_file(GOLDEN)
-    directory = tmp_path_factory.mktemp("amplify") / "theirs"
-    directory.mkdir()
-    weights = {name.removeprefix("weights."): t for name, t in found.items() if name.startswith("weights.")}
-    save_file(weights, directory / "model.safetensors", {"format": "pt"})
-    (directory / "config.json").write_text(json.dumps(SETTINGS))
-    return Saved(found, directory, tokenise(SEQUENCES)[1])
+    """The authors' weights as a directory as on the hub."""
+    saved = Saved(load_file(GOLDEN), tmp_path_factory.mktemp("amplify"), tokenise(SEQUENCES)[1])
+    save_file(saved.part("weights"), saved.directory / "model.safetensors", {"format": "pt"})
+    (saved.directory / "config.json").write_text(json.dumps(SETTINGS))
+    return saved
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +58,6 @@ def model(saved: Saved) -> Trunk:
 
 
 def test_the_tokens_are_those_of_the_authors(saved: Saved) -> None:
-    """In their order, with X, U, Z, O and gaps as `<unk>`."""
     block = saved.golden["tokens"]
     mine = [VOCABULARY.index("<unk>") if ROWS[t] is None else ROWS[t] for t in saved.batch.tokens_T.tolist()]
     assert mine == block[block != 0].tolist()
@@ -123,11 +109,8 @@ def test_a_token_that_is_absent_has_no_probability_and_the_embedding_of_unk(mode
     assert (logits.half().log_softmax(-1).exp()[:, others] == 0).all()
 
 
-# Files
-
-
 def test_what_is_written_has_the_tensors_of_the_authors(saved: Saved, tmp_path: Path) -> None:
-    """Gate and up joined as theirs, whether in one file or in several."""
+    """Gate and up are joined, in one file and in several files."""
     weights = saved.part("weights")
     for n, most in enumerate((10**9, 20_000)):
         out = consolidate(saved.directory, tmp_path / str(n), max_file_bytes=most)
@@ -146,7 +129,7 @@ def test_what_is_written_has_the_tensors_of_the_authors(saved: Saved, tmp_path: 
 
 
 def test_another_architecture_of_the_authors_is_refused(saved: Saved, tmp_path: Path) -> None:
-    """Their code has options that no released model uses."""
+    """The authors' code has options that no released model uses."""
     wrong = {"rms_norm": False, "hidden_act": "gelu", "layer_norm_after_embedding": True, "vocab_size": 33}
     for key, value in wrong.items():
         (tmp_path / "config.json").write_text(json.dumps(SETTINGS | {key: value}))
@@ -171,6 +154,3 @@ def test_an_adapter_of_joined_matrices_is_the_merged_model(saved: Saved, tmp_pat
     joined = [f"transformer_encoder.{n}.ffn.w12" for n in range(3)]
     assert settings["rank_pattern"] == dict.fromkeys(joined, 4)
     assert settings["alpha_pattern"] == dict.fromkeys(joined, 16.0)
-    keys = load_file(tmp_path / "adapter_model.safetensors")
-    assert keys[f"base_model.model.{joined[0]}.lora_A.weight"].shape == (4, 16)
-    assert keys[f"base_model.model.{joined[0]}.lora_B.weight"].shape == (2 * base.config.ffn_width, 4)

@@ -21,12 +21,12 @@ from esmshard.model.trunk import TrunkOutput
 from esmshard.model.weights import load_model
 from esmshard.vocab import MASK, PAD, STANDARD
 
-LENGTHS = {"ESM-2": (30, 1, 1030, 2, 271, 3), "ESM-1b": (30, 1, 1022, 2, 271, 3), "ESM-1v": (271, 1022, 1, 30)}
+LENGTHS = {"ESM-2": (30, 1, 1030, 2, 271, 3), "ESM-1b": (30, 1, 1022, 2, 271, 3), "ESM-1v": (271, 1, 30)}
 TOLERANCE = 1e-5
 
 
 def sequences(lengths: tuple[int, ...], seed: int = 0) -> list[str]:
-    """From 30 residues on with every rare residue, a gap, and a mask for every ten; of three, one is a mask."""
+    """Random sequences. From 30 residues on, they have all rare letters and a mask for each 10 residues."""
     rng = np.random.default_rng(seed)
     found = []
     for length in lengths:
@@ -47,7 +47,6 @@ class Given(NamedTuple):
     output: TrunkOutput
     contacts: list[torch.Tensor]
     theirs: EsmForMaskedLM
-    """`transformers`' model with the same weights."""
 
 
 @pytest.fixture(scope="module", params=SMALL)
@@ -133,7 +132,7 @@ HOW = [*((family, "plain") for family in SMALL), ("ESM-2", "checkpointed"), ("ES
 
 @pytest.mark.parametrize(("family", "how"), HOW)
 def test_gradients_of_every_parameter_equal_fair_esm(family: str, how: str) -> None:
-    """MLM cross-entropy, packed here and padded there. Each tensor to 1e-5 of its largest gradient."""
+    """Masked cross-entropy, packed here and padded in fair-esm, to 1e-5 of each tensor's largest gradient."""
     config = SMALL[family]
     reference = fair_esm(config)
     model = ours(reference, config)
@@ -158,7 +157,7 @@ def test_gradients_of_every_parameter_equal_fair_esm(family: str, how: str) -> N
             continue
         largest = float(parameter.grad.abs().max())
         if name.endswith("k_proj.bias") and not config.rotary:
-            # The same number for every key of a query, which no softmax sees: its gradient is rounding.
+            # The bias adds the same number to all scores of a query, so its gradient is only rounding.
             assert largest < 1e-6
             largest = 1.0
         assert (mine[name] - parameter.grad).abs().max() <= TOLERANCE * largest, name

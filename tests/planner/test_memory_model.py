@@ -251,7 +251,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize(
     ("size", "layout", "tokens", "adapt"),
     [
-        (ESM2_8M, {}, 2048, ("lora", "nf4")),
+        slow(ESM2_8M, {}, 2048, ("lora", "nf4")),
         (ESM2_8M, PAIR, 768, ("full", None)),
         slow(ESM2_8M, {}, 2048, ("lora", None)),
         slow(ESM2_8M, {}, 2048, ("head", None)),

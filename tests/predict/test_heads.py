@@ -114,7 +114,6 @@ def fasta(tmp_path: Path, sequences: dict[str, str]) -> Path:
 
 
 def left(fasta: Path) -> set[str]:
-    """What is there, but for the facts beside each output."""
     found = {str(p.relative_to(fasta.parent / "out")) for p in (fasta.parent / "out").rglob("*")}
     return found - {f"{name}.json" for name in found}
 
@@ -126,7 +125,6 @@ def read_csv(path: Path) -> tuple[list[str], list[list[str]]]:
 
 
 def record_arrays(path: Path) -> dict[str, np.ndarray]:
-    """The arrays of a file of any format by record."""
     if path.suffix == ".npz":
         with np.load(path, allow_pickle=False) as file:
             return dict(file)
@@ -181,7 +179,6 @@ COLUMNS = {
 def test_csv_and_parquet_have_the_same_rows(
     name: str, fasta: Path, sequences: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Columns as written down above; numbers as of the module; a row group holds no more than it may."""
     monkeypatch.setattr(writers, "GROUP_ROWS", 50)
     out, model = fasta.parent / "out", write_model(tmp_path / "model", name)
     for ending in ("csv", "parquet"):
@@ -196,7 +193,7 @@ def test_csv_and_parquet_have_the_same_rows(
         "prediction": [numbers[k] for k in wanted.argmax(1)],
     }
     head, rows = read_csv(out / "x.csv")
-    table = pq.read_table(out / "x.parquet")
+    table, groups = pq.read_table(out / "x.parquet"), pq.ParquetFile(out / "x.parquet").metadata
     assert head == table.column_names == [*keys, *numbers]
     types = ["int32" if key == "position" else "string" for key in keys] + ["float"] * len(numbers)
     assert [str(field.type) for field in table.schema] == types
@@ -207,66 +204,56 @@ def test_csv_and_parquet_have_the_same_rows(
             assert values == columns[keys[place]]
         else:
             assert values == pytest.approx(wanted[:, place - len(keys)], abs=1e-4 if name == "values" else 1e-5)
-    about = {key.decode(): value.decode() for key, value in table.schema.metadata.items()}
-    assert (about["format"], about["version"], about["model"]) == ("esmshard-predictions", "1", Path(model).name)
-    groups = pq.ParquetFile(out / "x.parquet").metadata
+    assert table.schema.metadata[b"format"] == b"esmshard-predictions"
     assert max(groups.row_group(k).num_rows for k in range(groups.num_row_groups)) <= 50
 
 
-Forward = Callable[[FineTuner, TokenBatch], list[torch.Tensor]]
-
-
-def failing(monkeypatch: pytest.MonkeyPatch, refuse: Callable[[TokenBatch], None]) -> list[list[int]]:
+def failing(monkeypatch: pytest.MonkeyPatch, refuse: Callable[[TokenBatch], object]) -> list[list[int]]:
     """Lengths of the records of each forward pass, which first lets `refuse` raise."""
-    forward: Forward = FineTuner.forward
-    seen: list[list[int]] = []
+    forward, seen = FineTuner.forward, list[list[int]]()
 
     def wrapped(self: FineTuner, batch: TokenBatch) -> list[torch.Tensor]:
         seen.append(batch.lengths)
         refuse(batch)
-        return forward(self, batch)
+        return forward(self, batch)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(FineTuner, "forward", wrapped)
     return seen
 
 
-def cuda_out(batch: TokenBatch) -> None:
+def cuda_out() -> None:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate\n20.00 GiB.")
 
 
-def host_out(batch: TokenBatch) -> None:
+def host_out() -> None:
     raise MemoryError("Unable to allocate 20.0 GiB")
 
 
-def torch_out(batch: TokenBatch) -> None:
-    torch.empty(1 << 50, dtype=torch.uint8)  # more than an address space: it raises what torch does
-
-
 @pytest.mark.parametrize(
-    ("name", "out_of_memory"), [("contact", cuda_out), ("states", host_out), ("states", torch_out)]
+    ("name", "out_of_memory"),  # torch raises for more than an address space
+    [("contact", cuda_out), ("states", host_out), ("states", lambda: torch.empty(1 << 50, dtype=torch.uint8))],
 )
 def test_a_record_may_fail_and_the_others_are_there(
     name: str,
-    out_of_memory: Callable[[TokenBatch], None],
+    out_of_memory: Callable[[], object],
     fasta: Path,
     sequences: dict[str, str],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Records of 90 residues and more do not fit: each is tried with others, then alone, and listed."""
-    model = write_model(tmp_path / "model", name)
+    model, out = write_model(tmp_path / "model", name), fasta.parent / "out" / "x.npz"
     wanted = {i: expected(name, s) for i, s in sequences.items() if len(s) < 90}
-    seen = failing(monkeypatch, lambda batch: out_of_memory(batch) if max(batch.lengths) >= 90 else None)
-    records, failures = predict(model, fasta, fasta.parent / "out" / "x.npz")
+    seen = failing(monkeypatch, lambda batch: out_of_memory() if max(batch.lengths) >= 90 else None)
+    records, failures = predict(model, fasta, out)
     assert (records, [failure[:2] for failure in failures]) == (6, [("sp|P1|N", 90), ("long", 141)])
-    assert [90] in seen
-    assert [141] in seen
+    assert all([length] in seen for length in (90, 141))
     assert left(fasta) == {"x.npz", "x.npz.failed.tsv"}
-    head, *rows = (fasta.parent / "out" / "x.npz.failed.tsv").read_text().splitlines()
-    assert head == "id\tlength\treason"
-    assert [row.split("\t")[:2] for row in rows] == [["sp|P1|N", "90"], ["long", "141"]]
-    assert all("memory" in row for row in rows)
-    arrays = record_arrays(fasta.parent / "out" / "x.npz")
+    head, *rows = (line.split("\t") for line in out.with_name("x.npz.failed.tsv").read_text().splitlines())
+    assert head == ["id", "length", "reason"]
+    assert [row[:2] for row in rows] == [["sp|P1|N", "90"], ["long", "141"]]
+    assert all("memory" in row[2] for row in rows)
+    arrays = record_arrays(out)
     assert list(arrays) == list(wanted)
     assert all(np.abs(arrays[i] - values).max() <= 1e-5 for i, values in wanted.items())
 
@@ -277,7 +264,7 @@ def test_packs_that_do_not_fit_get_smaller(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(heads, "LEAST", 1)
     (tmp_path / "in.fasta").write_text("".join(f">{n}\n{'MKTVLSAEGH'}\n" for n in range(12)))
     model = write_model(tmp_path / "model", "fold")
-    seen = failing(monkeypatch, lambda batch: cuda_out(batch) if sum(batch.token_counts) > 30 else None)
+    seen = failing(monkeypatch, lambda batch: cuda_out() if sum(batch.token_counts) > 30 else None)
     assert predict(model, tmp_path / "in.fasta", tmp_path / "x.csv") == (12, [])
     assert [len(pack) for pack in seen] == [4, 1, 1, 1, 1, 2, 2, 2, 2]
 
@@ -336,7 +323,7 @@ def test_a_run_without_any_result_fails(fasta: Path, tmp_path: Path, monkeypatch
     """And a list of failures is refused like its output, and goes when nothing fails any more."""
     model, out = write_model(tmp_path / "model", "fold"), fasta.parent / "out" / "x.csv"
     with monkeypatch.context() as patch:
-        failing(patch, cuda_out)
+        failing(patch, lambda batch: cuda_out())
         with pytest.raises(InputError, match=r"x\.csv\.failed\.tsv"):
             predict(model, fasta, out)
     assert left(fasta) == {"x.csv.failed.tsv"}
@@ -419,21 +406,17 @@ def test_models_that_cannot_predict_are_refused(fasta: Path, tmp_path: Path) -> 
     changed = Path(write_model(tmp_path / "model", "contact"))
     about = json.loads((changed / "esmshard.json").read_text())
     for model, task, token in (
-        (plain, None, "has no fine-tuned head"),
-        (tmp_path / "nowhere", None, "no such file"),
+        (plain, {}, "has no fine-tuned head"),
+        (tmp_path / "nowhere", {}, "no such file"),
         (changed, {"blocks": 3}, "consolidate the run again"),  # a head of other tensors
         (changed, {"channels": 16}, "consolidate the run again"),  # tensors of other shapes
         (changed, {"name": "folding"}, "no installed package has"),
     ):
-        if task is not None:
-            recipe = {"task": task if "name" in task else about["recipe"]["task"] | task}
-            (changed / "esmshard.json").write_text(json.dumps(about | {"recipe": recipe}))
+        recipe = {"task": task if "name" in task else about["recipe"]["task"] | task}
+        (changed / "esmshard.json").write_text(json.dumps(about | {"recipe": recipe}))
         with pytest.raises(InputError, match=token):
             predict(str(model), fasta, fasta.parent / "out" / "x.npz")
         assert left(fasta) == set()
-
-
-# Several chains: residues are counted in each
 
 
 def test_residues_are_counted_in_each_chain(tmp_path: Path) -> None:
@@ -454,12 +437,9 @@ def test_a_map_shows_where_the_second_chain_begins() -> None:
     with settings:
         axes = figure().add_subplot()
         image = draw_map(axes, np.full((90, 90), 0.5, np.float32), chains=[50, 40])
-    assert ([line.get_xdata()[0] for line in axes.lines], len(axes.lines)) == ([50.5, 0], 2)
-    ticks = [(int(x), text.get_text()) for x, text in zip(axes.get_xticks(), axes.get_xticklabels(), strict=True)]
-    assert ticks == [
-        *[(1, "1: 1"), (10, "10"), (20, "20"), (30, "30"), (40, "40")],
-        *[(51, "2: 1"), (60, "10"), (70, "20"), (80, "30")],
-    ]
+    assert axes.lines[0].get_xdata()[0] == axes.lines[1].get_ydata()[0] == 50.5
+    ticks = [text.get_text() for text in axes.get_xticklabels()]
+    assert ticks == ["1: 1", "10", "20", "30", "40", "2: 1", "10", "20", "30"]
     shown = np.ma.filled(image.get_array(), np.nan)
     assert np.isnan(shown[48, 49])  # neighbours of a chain
     assert shown[49, 50] == 0.5  # the last residue of the first chain and the first of the second

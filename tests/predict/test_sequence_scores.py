@@ -78,7 +78,6 @@ def sums(model: FairEsm, sequence: str) -> tuple[float, float]:
 
 
 def run(directory: Path, out: str = "out.csv", model: str = "model", **given: Any) -> tuple[str, list[dict[str, str]]]:
-    """What is said, and the rows of the file."""
     said = score_sequences(str(directory / model), directory / "x.fasta", Path(out), **given)
     with open(out, newline="", encoding="utf-8") as file:
         return said, list(csv.DictReader(file))
@@ -112,14 +111,8 @@ def test_both_methods_are_those_of_fair_esm(directory: Path, monkeypatch: pytest
 
 
 def test_packs_make_no_difference(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = run(directory)[1]
-    sizes: list[int] = []
-
-    def counted(tokens: list[np.ndarray], **rest: Any) -> Any:
-        sizes.append(len(tokens))
-        return pack(tokens, **rest)
-
-    monkeypatch.setattr(marginals, "pack", counted)
+    whole, sizes = run(directory)[1], list[int]()
+    monkeypatch.setattr(marginals, "pack", lambda tokens, **rest: sizes.append(len(tokens)) or pack(tokens, **rest))
     monkeypatch.setattr(marginals, "TOKENS", 60)
     assert run(directory, overwrite=True)[1] == whole
     assert (sum(sizes), max(sizes)) == (1 + 19 + 9 + 45, 3), "a pass for each residue; those of several share a pack"

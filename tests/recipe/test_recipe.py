@@ -65,16 +65,8 @@ def problem(path: Path, *overrides: str) -> str:
     return found[0]
 
 
-def test_recipes_are_shipped() -> None:
-    files = {p.name for p in shipped("recipes").iterdir()}
-    assert files == {f"{name}.yaml" for name in recipe_file.names()} | {"schema.json"}
-    assert recipe_file.names() == sorted(recipe_file.names())
-    tasks = {"contact", "mlm", "pair", "residue", "sequence", "variant"}
-    assert {load(resolve(name)).task.name for name in recipe_file.names()} == tasks
-
-
 def test_a_shipped_recipe_loads_anywhere(path: Path) -> None:
-    keys = ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type")
+    keys, tasks = ("train", "valid", "test", "labels", "mask", "clusters", "table", "wild_type"), set[str]()
     for name in recipe_file.names():
         recipe, written = load(resolve(name)), YAML(typ="safe").load(resolve(name).read_text())
         loaded = recipe.model_dump(mode="json")
@@ -88,6 +80,8 @@ def test_a_shipped_recipe_loads_anywhere(path: Path) -> None:
         for section, value in written.items():
             part = loaded[section]
             assert ({key: part[key] for key in value} if isinstance(value, dict) else part) == value, (name, section)
+        tasks.add(recipe.task.name)
+    assert tasks == {"contact", "mlm", "pair", "residue", "sequence", "variant"}
 
 
 def test_a_copy_names_the_installed_schema(path: Path) -> None:
@@ -118,7 +112,7 @@ MISTAKES = [
     # What a tag or an impossible date does.
     (TEXT, "out: 2020-13-40", "month must be"),
     (TEXT, "train: {steps: !!int many}", "invalid literal"),
-    (TEXT, "out: !!omap x", "a tag does not fit"),
+    (TEXT, "out: !!omap x", "a YAML tag does not fit"),
     # The keys of a task are checked by its name.
     (CONTACT, "{name: contct}", ":2:7: task: Input tag 'contct' found using 'name' does not match any"),
     (CONTACT, "{blocks: 2}", ":2:7: task: Unable to extract tag using discriminator 'name'"),
@@ -127,7 +121,7 @@ MISTAKES = [
     # What a method of adaptation does not read.
     ("", "adapt: {rank: 8}", ":13:15: adapt.rank: is for adapt.method lora"),
     ("", "adapt: {method: head, freeze: [norms]}", ":13:31: adapt.freeze: is for adapt.method full"),
-    ("", "adapt: {method: lora, targets: []}", ":13:32: adapt.targets: names no layer"),
+    ("", "adapt: {method: lora, targets: []}", ":13:32: adapt.targets: has no layer"),
     ("", "adapt: {method: lora, targets: [q, k, q]}", ":13:32: adapt.targets: has a name twice"),
 ]
 
@@ -139,9 +133,6 @@ def test_a_mistake_is_refused_at_its_place(path: Path) -> None:
         (found,) = problem(path).splitlines()
         assert found.startswith(str(path))
         assert expected in found
-
-
-def test_what_cannot_be_read_is_refused(path: Path) -> None:
     path.write_bytes(b"out: \xff\xfe\n")
     assert problem(path).startswith(f"{path}:")
     path.write_text("# nothing\n")
@@ -165,7 +156,6 @@ def test_overrides_change_values_and_make_sections(path: Path) -> None:
     assert (recipe.optim.lr, recipe.train.steps, recipe.train.seed) == (3e-5, 9, 7)
     assert (recipe.batch.global_tokens, recipe.optim.schedule) == (64, "linear")
     assert load(path, ["optim.lr=1", "optim.lr=2", "optim.betas=[0.8, 0.9]"]).optim.betas == (0.8, 0.9)
-    assert load(path, ["optim.lr=1", "optim.lr=2"]).optim.lr == 2
     assert load(path, ["train={steps: 3}"]).train == TrainSettings(steps=3)
     assert load(path, ["task={name: mlm, mask: 0.3}"]).task.model_dump() == {"name": "mlm", "mask": 0.3}
     recipe = load(path)
@@ -266,36 +256,31 @@ def test_a_sample_is_a_shipped_file_and_a_path_stays_a_path() -> None:
 
 
 def test_the_schema_describes_every_key() -> None:
-    described = []
     for name, section in schema()["$defs"].items():
         assert section["additionalProperties"] is False
         for key, entry in section["properties"].items():
             text = entry.get("description") or schema()["$defs"].get(entry.get("$ref", "").split("/")[-1], {})
             assert text or "const" in entry, (name, key)
             assert "default" in entry or key in section["required"]
-            described.append(key)
-    assert len(described) > 60
 
 
 VARIANT = ("task={name: variant}", "data={table: v.csv, wild_type: wt.fasta}")
 REFUSED = [
     (["optim.lrr=1"], "optim.lrr: unknown key; did you mean 'lr'?"),
-    (["train={stepz: 1}"], "train.stepz: unknown key; did you mean 'steps'?"),
-    (["train.steps=x"], "train.steps: Input should be a valid integer"),
     (["optim.lr"], "an override is KEY=VALUE, such as optim.lr=1e-4"),
-    (["optim.lr.x=1"], "lr has no keys of its own"),
+    (["optim.lr.x=1"], "lr is no section"),
     (["task.name=mlm"], "2:23: task.blocks: unknown key"),
     # Keys that do not go together.
-    (["train.steps=4", "train.epochs=2"], "train.epochs: is another way to say train.steps"),
-    (["batch.sequences=8", "batch.global_tokens=99"], "batch.sequences: is another way"),
-    (["data.fold=2"], "data.fold: is one of data.folds, and the recipe has none"),
-    (["data.folds=3", "data.fold=3"], "data.fold: is counted from 0"),
+    (["train.steps=4", "train.epochs=2"], "train.epochs: and train.steps=4 are two lengths"),
+    (["batch.sequences=8", "batch.global_tokens=99"], "batch.sequences: and batch.global_tokens=99"),
+    (["data.fold=2"], "data.fold: needs data.folds"),
+    (["data.folds=3", "data.fold=3"], "data.fold: is 3, but"),
     (["data.folds=3"], "data.folds: makes 3 parts"),
-    (["data.labels=x.csv"], "data.labels: is for task pair, residue and sequence, and the recipe has contact"),
-    (["task={name: sequence}", "data.long=crop"], "data.long: crop may remove the cause"),
+    (["data.labels=x.csv"], "data.labels: is for task pair, residue and sequence, but the recipe has task contact"),
+    (["task={name: sequence}", "data.long=crop"], "data.long: crop may cut off the cause"),
     (["task={name: mlm}", "adapt.method=probe"], "adapt.method: probe is not offered by task mlm"),
-    (["model.quantize=nf4", "adapt.method=full"], "adapt.method: full trains the weights"),
-    (["model.quantize=int8", "adapt.method=lora", "parallel.compile=true"], "parallel.compile: cannot compile"),
+    (["model.quantize=nf4", "adapt.method=full"], "adapt.method: full cannot train the weights"),
+    (["model.quantize=int8", "adapt.method=lora", "parallel.compile=true"], "parallel.compile: does not work"),
     ([*VARIANT, "data.train=x"], "data.train: is for the other tasks"),
     ([*VARIANT, "data.long=skip"], "data.long: skip leaves variants out"),
     ([*VARIANT, "data.train_max=2"], "data.train_max: is for data.split mutations"),
@@ -308,15 +293,12 @@ REFUSED = [
     (["adapt.freeze=[layers.3-1]"], "adapt.freeze: 'layers.3-1' ends before it begins"),
     # Numbers and places that no run has.
     (["train.steps=99999999999"], "train.steps: Input should be less than or equal to 100000000"),
-    (["train.seed=99999999999"], "train.seed: Input should be less than 4294967296"),
-    (["optim.lr=65536"], "optim.lr: Input should be less than or equal to 10"),
     (["batch.tokens_per_rank=-5"], "batch.tokens_per_rank: Input should be greater than or equal to 3"),
-    (["out=/dev/zero"], "out: /dev/zero belongs to the system"),
-    (["out=/proc/self/x"], "out: /proc/self/x belongs to the system"),
+    (["out=/proc/self/x"], "out: /proc/self/x belongs to the operating system"),
     # An environment variable that is not set, or may hold a secret.
     (["data.clusters=${SLURM_UNSET}/m"], "data.clusters: the environment variable SLURM_UNSET is not set"),
-    (["out=sec/${HF_TOKEN}"], "out: a recipe does not read the environment variable HF_TOKEN"),
-    (["out=sec/${SLURM_JWT}"], "out: a recipe does not read the environment variable SLURM_JWT"),
+    (["out=sec/${HF_TOKEN}"], "out: a recipe may not read the environment variable HF_TOKEN"),
+    (["out=sec/${SLURM_JWT}"], "out: a recipe may not read the environment variable SLURM_JWT"),
 ]
 
 
@@ -358,7 +340,7 @@ def test_a_contradiction_in_the_file_is_shown_where_it_is(path: Path) -> None:
     edit(path, ("steps: 40", "epochs: 1.5, steps: 40"))
     first, second = problems(path)
     assert first.startswith(f"{path}:5:9: data.mask: is for task residue")
-    assert second.startswith(f"{path}:12:17: train.epochs: is another way to say train.steps")
+    assert second.startswith(f"{path}:12:17: train.epochs: and train.steps=40 are two lengths of the run")
 
 
 def test_defaults_follow_from_task_and_method(path: Path) -> None:

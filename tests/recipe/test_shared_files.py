@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from command import esmshard
+from command import in_process
 
 from esmshard.io.paths import found_place, shared_place
 
@@ -28,7 +28,7 @@ def holding(folder: Path, *texts: str) -> list[str]:
 
 
 def done(*arguments: str | Path, cwd: Path) -> str:
-    result = esmshard(*arguments, cwd=cwd)
+    result = in_process(*arguments, cwd=cwd)
     assert result.returncode == 0, result.stderr
     return result.stderr
 

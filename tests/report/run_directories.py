@@ -1,4 +1,4 @@
-"""Run directories as runs leave them, and a reader of the page about one."""
+"""Run directories with chosen content, and a parser of pages."""
 
 import csv
 import json
@@ -22,14 +22,13 @@ VOID = {"meta", "img", "br", "link", "input", "hr"}
 
 
 class Page(HTMLParser):
-    """Well-formed or an AssertionError; text by section, ids, attributes that load something."""
+    """A well-formed page: text, cells and figures by section, tags, and attributes that load something."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.open: list[str] = []
         self.text: dict[str, str] = {"": ""}
         self.cells: dict[str, list[str]] = {}
-        self.ids: list[str] = []
         self.links: list[str] = []
         self.figures: dict[str, int] = {}
         self.section = ""
@@ -47,8 +46,6 @@ class Page(HTMLParser):
         self.tags.add(tag)
         for name, value in attrs:
             assert not name.startswith("on"), "no script"
-            if name == "id":
-                self.ids.append(str(value))
             if name in ("src", "href", "xlink:href", "data", "action", "srcset"):
                 self.links.append(str(value))
         if tag == "section":
@@ -77,7 +74,7 @@ class Page(HTMLParser):
         return " ".join(self.text[section].split())
 
     def row(self, section: str, head: str, width: int) -> list[str]:
-        """Cells after a head."""
+        """Return the cells after the first cell of a row, which is `head`."""
         cells = self.cells[section]
         return cells[cells.index(head) + 1 :][: width - 1]
 
@@ -122,7 +119,7 @@ def attempt(n: int, started: float, from_step: int = 0, lost: int = 0, seconds: 
 
 
 def whole() -> list[dict[str, Any]]:
-    """20 steps of 2 s in one attempt of 100 s, the best of two validations at step 10."""
+    """Return 20 steps of 2 s in one attempt of 100 s. The best of two validations is at step 10."""
     lines: list[dict[str, Any]] = [attempt(1, 1000.0)]
     lines += [step(n, 1010.0 + 2 * n) for n in range(1, 11)]
     lines += [valid(10, 0.095, 1035.0), {"event": "checkpoint", "step": 10, "stall_s": 4.0, "time": 1039.0}]
@@ -142,7 +139,7 @@ def make(
     table: Sequence[Sequence[Any]] | None = None,
     state: str | None = "done",
 ) -> Path:
-    """A run directory; what is not given is not there."""
+    """Make a run directory with the given files."""
     run.mkdir(parents=True, exist_ok=True)
     (run / "recipe.yaml").write_text(RECIPE)
     data = {"path": "/data/train.fasta", "records": 776, "residues": 104429, "tokens_sha256": "9c61"}
@@ -163,7 +160,7 @@ def make(
 
 
 def page(run: Path) -> Page:
-    """The page of a run, which stands alone."""
+    """Write and read the page of a run. The page must load nothing and run no script."""
     text = report(run).read_text(encoding="utf-8")
     found = Page(text)
     assert all(link.startswith("data:image/") for link in found.links)

@@ -1,4 +1,4 @@
-"""What the charts and contact maps of a report show."""
+"""The values in the charts and contact maps of a report."""
 
 import csv
 from dataclasses import dataclass
@@ -27,15 +27,13 @@ def points(artist: Any) -> list[list[float]]:
     return np.asarray(artist.get_offsets()).tolist()
 
 
-def test_a_short_curve_is_as_it_is(axes: Any) -> None:
+def test_curves_keep_their_points_or_their_range(axes: Any) -> None:
     lines = {"training": (np.array([1.0, 2, 3, 4]), np.array([5.0, np.nan, 7, 8])), "validation": (np.ones(1),) * 2}
     charts.curves(axes, "loss", lines, (3, 7), from_zero=True)
     assert [line.get_xydata().tolist() for line in axes.lines] == [[[1, 5], [3, 7], [4, 8]], [[1, 1]], [[3, 7]]]
     assert len(axes.collections) == 0
     assert axes.get_ylim()[0] == 0
-
-
-def test_no_spike_of_a_long_curve_is_lost(axes: Any) -> None:
+    axes.clear()
     y = np.ones(100_000)
     y[54_321] = 50.0
     charts.curves(axes, "loss", {"training": (np.arange(100_000.0), y)})
@@ -90,51 +88,42 @@ def test_a_long_map_has_several_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert blocks[2].lines[0].get_xydata()[-1].tolist() == [255, 1]  # of residue 256 the wild type is not known
 
 
-PROBABILITY_LL = np.zeros((9, 9), dtype=np.float32)
-TARGET_LL = np.zeros((9, 9), dtype=np.int8)
-
-
 def contact_points(probability_LL: Any, target_LL: Any) -> tuple[dict[str, list[list[float]]], Any]:
-    figure = Figure()
-    own = figure.add_subplot()
-    image = pictures.draw_map(own, probability_LL, target_LL)
-    return {str(c.get_label()): points(c) for c in own.collections}, image
+    axes = Figure().add_subplot()
+    image = pictures.draw_map(axes, probability_LL, target_LL)
+    return {str(c.get_label()): points(c) for c in axes.collections}, image
 
 
 def test_contacts_below_and_probabilities_above_the_diagonal() -> None:
-    probability_LL, target_LL = PROBABILITY_LL.copy(), TARGET_LL.copy()
-    # Six pairs are six or more apart: (0,6) (0,7) (0,8) (1,7) (1,8) (2,8). All are among the 9 best.
+    probability_LL, target_LL = np.zeros((9, 9), np.float32), np.zeros((9, 9), np.int8)
+    # Six pairs are at least six residues apart: (0,6) (0,7) (0,8) (1,7) (1,8) (2,8). All are among the 9 best.
     probability_LL[0, 7] = probability_LL[7, 0] = 0.8
-    target_LL[0, 7] = target_LL[7, 0] = 1
-    target_LL[0, 3] = target_LL[3, 0] = 1  # too near to count
-    target_LL[1, 7] = target_LL[7, 1] = -1  # not resolved: in no rank
-    found, image = contact_points(probability_LL, target_LL)
-    assert found["L best, contact"] == [[1, 8]]
-    assert sorted(found["L best, no contact"]) == [[1, 7], [1, 9], [2, 9], [3, 9]]
-    assert found["contact, not among the L best"] == []
-    shown_LL = image.get_array()
-    assert shown_LL[0, 7] == pytest.approx(0.8)
-    assert np.ma.getmaskarray(shown_LL)[7, 0]
-    assert image.get_extent() == [0.5, 9.5, 9.5, 0.5]  # residue 1 lies at 1, and at the top
+    # (0, 3) is too near to count, and (1, 7) is not resolved.
+    for (i, j), value in {(0, 7): 1, (0, 3): 1, (1, 7): -1}.items():
+        target_LL[i, j] = target_LL[j, i] = value
+    drawn, image = contact_points(probability_LL, target_LL)
+    assert drawn["L best, contact"] == [[1, 8]]
+    assert sorted(drawn["L best, no contact"]) == [[1, 7], [1, 9], [2, 9], [3, 9]]
+    assert drawn["contact, not among the L best"] == []
+    assert image.get_array()[0, 7] == pytest.approx(0.8)
+    assert np.ma.getmaskarray(image.get_array())[7, 0]
+    assert image.get_extent() == [0.5, 9.5, 9.5, 0.5]  # residue 1 is at 1, and at the top
 
 
 def test_only_the_l_best_count() -> None:
-    length = 20
-    probability_LL = np.zeros((length, length), dtype=np.float32)
-    i, j = np.triu_indices(length, 6)
+    probability_LL, target_LL = np.zeros((20, 20), np.float32), np.zeros((20, 20), np.int8)
+    i, j = np.triu_indices(20, 6)
     probability_LL[i, j] = np.linspace(0.9, 0.1, len(i))
-    target_LL = np.zeros((length, length), dtype=np.int8)
-    for n in (0, 19, 20):  # of the ranks
-        target_LL[i[n], j[n]] = 1
-    found, _ = contact_points(probability_LL, target_LL)
-    assert found["L best, contact"] == [[i[0] + 1, j[0] + 1], [i[19] + 1, j[19] + 1]]
-    assert found["contact, not among the L best"] == [[i[20] + 1, j[20] + 1]]
-    assert len(found["L best, no contact"]) == 18
+    target_LL[i[[0, 19, 20]], j[[0, 19, 20]]] = 1
+    drawn, _ = contact_points(probability_LL, target_LL)
+    assert drawn["L best, contact"] == [[i[0] + 1, j[0] + 1], [i[19] + 1, j[19] + 1]]
+    assert drawn["contact, not among the L best"] == [[i[20] + 1, j[20] + 1]]
+    assert len(drawn["L best, no contact"]) == 18
 
 
 @dataclass
 class Split:
-    """Proteins p0, p1, ... of so many residues each."""
+    """The proteins p0, p1, ... with these lengths."""
 
     lengths: list[int]
     name: str = "test"

@@ -46,7 +46,7 @@ def test_probabilities_are_scaled_by_the_temperature_of_the_validation_set(kind:
     facts = fit_temperature(list(map(task.score, *too_sure(kind, 600, seed=0))))
     assert facts["temperature"] == pytest.approx(3, rel=0.15)
     scaled = made(kind, **facts)
-    outputs, targets = too_sure(kind, 600, seed=1)
+    outputs, targets = too_sure(kind, 1500, seed=1)
     before, after = (made.summary(list(map(made.score, outputs, targets))) for made in (task, scaled))
     assert after["ECE"] < 0.05
     assert after["ECE before scaling"] > 0.1
@@ -60,19 +60,15 @@ def test_probabilities_are_scaled_by_the_temperature_of_the_validation_set(kind:
 
 def test_results_name_classes_and_have_both_calibration_errors(tmp_path: Path) -> None:
     task = made("class", temperature=2.83, validation_records=600)
-    assert task.settings.model_dump()["loss"] is None
     outputs, targets = too_sure("class", 40, seed=0)
     rows = list(map(task.score, outputs, targets))
-    text = "\n".join(f"{n} MKT" for n in range(40))
-    data = Examples("test", *LabelFiles(tmp_path).split("test", text), None)
-    about = {"recipe": {"task": {"name": "sequence"}}}
-    text = evaluate.write(tmp_path, data, task, {"fine-tuned": rows}, about)
+    data = Examples("test", *LabelFiles(tmp_path).split("test", "\n".join(f"{n} MKT" for n in range(40))), None)
+    text = evaluate.write(tmp_path, data, task, {"fine-tuned": rows}, {"recipe": {"task": {"name": "sequence"}}})
     written = json.loads((tmp_path / "evaluation.json").read_text())
     errors = written["metrics"]["fine-tuned"]
     assert errors["ECE"]["value"] < errors["ECE before scaling"]["value"]
-    assert written["calibration"]["scaling"] in text
     assert "2.83" in written["calibration"]["scaling"]
+    assert written["calibration"]["scaling"] in text
     with (tmp_path / "per_protein.csv").open(newline="") as file:
-        lines = list(csv.DictReader(file))
-    assert [line["prediction"] for line in lines] == ["xyz"[output.argmax()] for output in outputs]
-    assert [line["target"] for line in lines] == ["xyz"[target] for target in targets]
+        lines = [(line["prediction"], line["target"]) for line in csv.DictReader(file)]
+    assert lines == [("xyz"[x_C.argmax()], "xyz"[target]) for x_C, target in zip(outputs, targets, strict=True)]

@@ -33,9 +33,6 @@ def labels(length: int, *contacts: tuple[int, int], unresolved: tuple[int, ...] 
     return labels_LL
 
 
-# Loss
-
-
 def entropy(logit: float | torch.Tensor, label: int) -> float:
     return math.log1p(math.exp(-float(logit) if label else float(logit)))
 
@@ -58,31 +55,22 @@ def test_the_loss_is_what_one_computes_by_hand() -> None:
     assert float(found.count) == 2
 
 
-# Metrics
-
-
 def test_a_row_and_the_summary_of_two() -> None:
     """Ten pairs of seven apart or more in ten residues; logits of 0 and of log 3 are probabilities 1/2 and 3/4."""
-    first, second = torch.zeros(10, 10), torch.full((10, 10), math.log(3))
+    outputs = np.zeros((10, 10)), np.full((10, 10), math.log(3))
     targets = [labels(10, (0, 6), (1, 8), (2, 9)).numpy(), labels(10, (0, 7), unresolved=(9,)).numpy()]
-    rows = list(map(TASK.score, (first.numpy(), second.numpy()), targets))
+    rows = list(map(TASK.score, outputs, targets))
     # Bins are 1/15 wide: 1/2 lies in [7/15, 8/15), 3/4 in [11/15, 12/15).
     expected = np.zeros((2, 3, 15))
-    expected[0, :, 7] = 10, 5, 3
-    expected[1, :, 11] = 6, 4.5, 1
-    for row, counts in zip(rows, expected, strict=True):
-        assert row["calibration"] == pytest.approx(counts)
+    expected[0, :, 7], expected[1, :, 11] = (10, 5, 3), (6, 4.5, 1)
+    assert np.stack([row["calibration"] for row in rows]) == pytest.approx(expected)
     found = TASK.summary(rows)
     assert found["ECE"] == pytest.approx((abs(5 - 3) + abs(4.5 - 1)) / 16)
     assert set(TASK.columns[:7]) <= found.keys()
     assert "calibration" not in found
     assert found["AUPRC"] == pytest.approx((3 / 10 + 1 / 6) / 2)
     assert found["all P@L/5"] == pytest.approx((1 / 2 + 0) / 2)
-    assert "ECE" not in TASK.summary([{"long P@L": 0.25}])
     assert math.isnan(TASK.summary([{"long P@L": math.nan}])["long P@L"])
-
-
-# Baselines and predictions
 
 
 def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,16 +79,11 @@ def test_the_separation_prior_by_hand(model: FineTuner, monkeypatch: pytest.Monk
     *train, test = [Example("x", encode("M" * len(target)), {"cb": target.numpy()}) for target in targets]
     known = TASK.baselines(train, model)
     # Six apart: (0,6) (1,7) of the first, (0,6) of the second, (1,7) of the third; seven apart: (0,7) of the first.
-    prior = [math.log(1 / 99)] * 6 + [math.log(4 / 100), math.log(2 / 99)]
+    prior = np.log([1 / 99] * 6 + [4 / 100, 2 / 99])
     assert known["separation prior"] == pytest.approx(prior)
-    assert known["separation prior"].dtype == np.float32
-
     outputs: Any = TASK.baseline_outputs([test], known, None)
     assert list(outputs) == ["base rate", "separation prior"]
     assert math.isnan(outputs["base rate"][0]["AUPRC"])
-    (scores_LL,) = outputs["separation prior"]
-    assert scores_LL.shape == (10, 10)
-    for i in range(10):
-        for j in range(10):
-            assert scores_LL[i, j] == pytest.approx(prior[min(abs(i - j), 7)])
+    apart_LL = np.abs(np.arange(10)[:, None] - np.arange(10))
+    assert outputs["separation prior"][0] == pytest.approx(prior[np.minimum(apart_LL, 7)])
     assert list(TASK.baseline_outputs([test], {}, None)) == ["base rate"]

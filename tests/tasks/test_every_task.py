@@ -4,6 +4,7 @@ import math
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,6 +32,11 @@ def shipped_recipe(name: str) -> Recipe:
     return next(one for one in found if str(one.data.train or one.data.table).startswith("sample:"))
 
 
+@pytest.fixture
+def one_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
+
+
 @cache
 def learned(name: str) -> tuple[Task, list[Example]]:
     """A task that has read the labels of its sample, and the six shortest training records."""
@@ -48,29 +54,27 @@ def test_every_task_is_registered_under_the_name_that_recipes_write() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_task_fulfils_the_base(name: str) -> None:
+def test_every_task_fulfils_the_base(name: str, one_penalty: None) -> None:
     task, examples = learned(name)
     assert 1 <= len(task.columns) == len(set(task.columns))
-
     model = FineTuner(ours(fair_esm(TINY), TINY), task.head(TINY))
     model.adapt(AdaptSettings(), 0)
     perturb(model.head, deviation=0.3)
     batch, targets = collate(task, [replace(example, draw="0:1") for example in examples])  # of an epoch, for dropout
-    outputs = model(batch)
-    found = task.loss(outputs, targets)
-    found.sum.backward()
-    assert float(found.count) > 0
+    loss = task.loss(model(batch), targets)
+    loss.sum.backward()
+    assert float(loss.count) > 0
     assert any(p.grad is not None and p.grad.any() for p in model.parameters())
     assert all(p.grad is not None and p.grad.any() for p in model.head.parameters())
 
+    def summary(outputs: Any) -> dict[str, float]:
+        pairs = zip(outputs, inputs, strict=True)
+        return task.summary([task.score(x, i.target) if isinstance(x, np.ndarray) else x for x, i in pairs])
+
     inputs = [task.inputs(example) for example in examples]
     arrays = model.eval().outputs(inputs)
-    rows = [task.score(output, i.target) for output, i in zip(arrays, inputs, strict=True)]
-    assert len(rows) == len(examples)
-    summary = task.summary(rows)
-    assert task.columns[0] in summary
-    assert math.isfinite(summary[task.columns[0]])
-    assert all(isinstance(value, float) for value in summary.values())
+    assert math.isfinite(summary(arrays)[task.columns[0]])
+    assert all(isinstance(value, float) for value in summary(arrays).values())
     for example, output in zip(examples, arrays, strict=True):
         (alone,) = model.outputs([task.question(example)])
         assert task.predict(output).dtype == task.predict(alone).dtype == np.float32
@@ -78,20 +82,11 @@ def test_every_task_fulfils_the_base(name: str) -> None:
     for base in (model, None):
         by_name = task.baseline_outputs(examples, known, base)
         assert by_name or base is None
-        for of_baseline in by_name.values():
-            pairs = zip(of_baseline, inputs, strict=True)
-            rows = [task.score(one, i.target) if isinstance(one, np.ndarray) else one for one, i in pairs]
-            assert task.columns[0] in task.summary(rows)
-
-
-def with_letters(example: Example, shift: int) -> Example:
-    """A record with made-up structure letters."""
-    letters = (np.arange(len(example.tokens)) * 7 + shift) % 20
-    return replace(example, tracks={"3di": letters.astype(np.uint8)})
+        assert all(task.columns[0] in summary(of_baseline) for of_baseline in by_name.values())
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
+def test_every_task_and_its_baselines_read_tracks(name: str, one_penalty: None) -> None:
     """On a SaProt, of which every output of a frozen model depends on the letters."""
     task, shortest = learned(name)
     config = SIZES["saprot_nano"]
@@ -100,29 +95,25 @@ def test_every_task_and_its_baselines_read_tracks(name: str) -> None:
     outputs, fitted, base_outputs = [], [], []
     for shift in (0, 1):
         model.remembered.clear()  # a run has one set of tracks
-        examples = [with_letters(example, shift) for example in shortest]
+        examples = [
+            replace(e, tracks={"3di": ((np.arange(len(e.tokens)) * 7 + shift) % 20).astype(np.uint8)}) for e in shortest
+        ]
         batch, _ = collate(task, examples)
         first = len(task.inputs(examples[0]).tokens) - 1
         assert batch.tracks["3di"].tolist()[:first] == examples[0].tracks["3di"].tolist()[:first]
         questions = [task.question(example) for example in examples]
         outputs.append([*model.outputs(questions), *model.outputs([task.inputs(example) for example in examples])])
-        known = task.baselines(examples, model)
-        fitted.append(known)
+        fitted.append(task.baselines(examples, model))
         # No weight of these is 0, as L1 may have made them on twelve records.
         rough = {key: array + 0.1 if array.dtype.kind == "f" else array for key, array in fitted[0].items()}
-        found = task.baseline_outputs(examples[:1], rough, model)
-        base_outputs.append({name: found[name][0] for name in task.of_base})
+        base_outputs.append(task.baseline_outputs(examples[:1], rough, model))
     for before, after in zip(*outputs, strict=True):
         assert not np.allclose(before, after, atol=1e-6)
     for baseline in task.of_base:
-        one, other = (found[baseline] for found in base_outputs)
-        assert not np.array_equal(one, other), baseline
-    for key in known:
+        assert not np.array_equal(*(found[baseline][0] for found in base_outputs)), baseline
+    for key in fitted[0]:
         if key.startswith(("zero-shot.log_p", "frozen embedding")):
             assert not np.array_equal(fitted[0][key], fitted[1][key]), key
-
-
-# Tasks of labels
 
 
 def test_settings_and_labels_that_nothing_can_be_learned_from_are_refused(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from model_files import TINY, fair_esm, ours
@@ -14,7 +13,7 @@ from esmshard.io.store import ingest
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.tasks.base import collate
 from esmshard.tasks.mlm import MlmSettings, MlmTask, corrupt
-from esmshard.vocab import CLS, EOS, MASK, SEPARATOR, decode, encode, is_residue
+from esmshard.vocab import CLS, EOS, MASK, SEPARATOR, encode, is_residue
 
 SETTINGS = MlmSettings(name="mlm")
 TASK = MlmTask(SETTINGS, {})
@@ -25,14 +24,13 @@ def example(sequence: str, draw: str = "0:0", record_id: str = "a") -> Example:
     return Example(record_id, encode(sequence), {}, draw)
 
 
-def records(n_residues: int, lengths: tuple[int, ...] = (8, 30, 77, 350, 1022), extra: str = "XBUZO") -> list[Example]:
-    """Random records of these lengths in turn, `n_residues` in all at least; every tenth residue is no standard one."""
-    rng = np.random.default_rng(1)
+def records(n_residues: int) -> list[Example]:
+    """Random records of several lengths, `n_residues` in all at least; every tenth residue is no standard one."""
+    rng, lengths = np.random.default_rng(1), (8, 30, 77, 350, 1022)
     found: list[Example] = []
     while sum(len(e.tokens) - 2 for e in found) < n_residues:
         letters = rng.choice(LETTERS, lengths[len(found) % len(lengths)])
-        if extra:
-            letters[5::10] = rng.choice(list(extra), len(letters[5::10]))
+        letters[5::10] = rng.choice(list("XBUZO"), len(letters[5::10]))
         found.append(example("".join(letters), record_id=f"r{len(found)}"))
     return found
 
@@ -42,34 +40,22 @@ def model() -> FineTuner:
     return FineTuner(ours(fair_esm(TINY), TINY), LanguageModelHead()).eval()
 
 
-# What is hidden
-
-
 def test_shares_are_those_of_esm() -> None:
-    selected = masked = at_random = kept = eligible = 0
-    drawn: list[int] = []
+    amino_acids, eligible, parts = encode("".join(LETTERS))[1:-1], 0, []
     for one in records(120_000):
         inputs = TASK.inputs(one)
-        assert inputs.logits_at is not None
-        now = inputs.tokens[inputs.logits_at]
-        was = one.tokens[inputs.logits_at]
-        elsewhere = np.ones(len(one.tokens), bool)
-        elsewhere[inputs.logits_at] = False
-        assert (inputs.tokens[elsewhere] == one.tokens[elsewhere]).all()
-        assert (inputs.target == was).all()
-        eligible += sum(letter in LETTERS for letter in decode(one.tokens))
-        selected += len(was)
-        masked += int((now == MASK).sum())
-        kept += int((now == was).sum())
-        changed = now[(now != MASK) & (now != was)]
-        at_random += len(changed)
-        drawn += changed.tolist()
-    assert selected / eligible == pytest.approx(0.15, abs=0.003)
-    assert masked / selected == pytest.approx(0.8, abs=0.01)
-    assert at_random / selected == pytest.approx(0.1 * 19 / 20, abs=0.01)  # one in twenty is the same again
-    assert kept / selected == pytest.approx(0.1 + 0.1 / 20, abs=0.01)
-    counts = np.bincount(drawn, minlength=33)
-    assert {decode([t]) for t in np.flatnonzero(counts)} == set(LETTERS)  # all of the 20, and nothing else
+        rest = np.delete(np.arange(len(one.tokens)), inputs.logits_at)
+        assert (inputs.tokens[rest] == one.tokens[rest]).all()
+        assert (inputs.target == one.tokens[inputs.logits_at]).all()
+        eligible += int(np.isin(one.tokens, amino_acids).sum())
+        parts.append([inputs.target, inputs.tokens[inputs.logits_at]])
+    was, now = np.concatenate(parts, axis=1)
+    assert len(was) / eligible == pytest.approx(0.15, abs=0.003)
+    assert (now == MASK).mean() == pytest.approx(0.8, abs=0.01)
+    assert (now == was).mean() == pytest.approx(0.1 + 0.1 / 20, abs=0.01)  # one in twenty is the same again
+    counts = np.bincount(now[(now != MASK) & (now != was)], minlength=33)
+    assert counts.sum() / len(was) == pytest.approx(0.1 * 19 / 20, abs=0.01)
+    assert np.flatnonzero(counts).tolist() == sorted(amino_acids)  # all of the 20, and nothing else
     expected = counts.sum() / 20
     assert (np.abs(counts[counts > 0] - expected) < 5 * math.sqrt(expected)).all()
 
@@ -77,10 +63,9 @@ def test_shares_are_those_of_esm() -> None:
 def test_only_standard_residues_are_told() -> None:
     for n in range(200):
         inputs = TASK.inputs(example("XXBUZOMXX", record_id=str(n)))
-        assert inputs.logits_at.tolist() == [7]  # the one M, always: short sequences have at least one
-        assert inputs.target.tolist() == [20]
+        # The one M, always: short sequences have at least one.
+        assert (inputs.logits_at.tolist(), inputs.target.tolist()) == ([7], [20])
     nothing = TASK.inputs(example("XXBUZO"))
-    assert nothing.logits_at is not None
     assert (len(nothing.logits_at), len(nothing.target)) == (0, 0)
     assert nothing.tokens.tolist() == encode("XXBUZO").tolist()
 
@@ -113,68 +98,41 @@ def test_a_linker_is_never_hidden_and_never_drawn() -> None:
         assert (corrupted == SEPARATOR).sum() == 30
 
 
-# Loss and scores
-
-
-def random_outputs(counts: list[int]) -> tuple[list[npt.NDArray[np.float32]], list[npt.NDArray[np.int64]]]:
-    rng = np.random.default_rng(5)
-    outputs = [(rng.standard_normal((n, 33)) * 3).astype(np.float32) for n in counts]
-    return outputs, [rng.integers(4, 24, n) for n in counts]
-
-
-def by_hand(logits_PV: npt.NDArray[np.float32], target_P: npt.NDArray[np.int64]) -> float:
-    """Sum of negative log-likelihoods, one residue after the other."""
-    total = 0.0
-    for logits, target in zip(logits_PV.astype(np.float64), target_P, strict=True):
-        total += math.log(sum(math.exp(v) for v in logits)) - logits[target]
-    return total
-
-
 def test_loss_scores_and_summary_are_over_residues() -> None:
-    outputs, targets = random_outputs([4, 0, 9])
+    rng, counts = np.random.default_rng(5), (4, 0, 9)
+    outputs = [(rng.standard_normal((n, 33)) * 3).astype(np.float32) for n in counts]
+    targets = [rng.integers(4, 24, n) for n in counts]
     targets[0][:3] = outputs[0][:3].argmax(1)
     targets[0][3] = (outputs[0][3].argmax() + 1) % 33
     rows = list(map(TASK.score, outputs, targets))
-    losses = [by_hand(o, t) for o, t in zip(outputs, targets, strict=True)]
+    losses = [  # one residue after the other
+        sum(math.log(sum(map(math.exp, x_V))) - x_V[t] for x_V, t in zip(o.tolist(), target_P.tolist(), strict=True))
+        for o, target_P in zip(outputs, targets, strict=True)
+    ]
     part = TASK.loss([torch.from_numpy(o) for o in outputs], [torch.from_numpy(t) for t in targets])
     assert (float(part.sum), float(part.count)) == (pytest.approx(sum(losses), rel=1e-5), 13)
     assert [row["nll"] for row in rows] == pytest.approx(losses, rel=1e-6)
     assert [row["masked"] for row in rows] == [4, 0, 9]
     assert rows[0]["perplexity"] == pytest.approx(math.exp(losses[0] / 4), rel=1e-6)
     assert rows[0]["accuracy"] == 0.75
-    assert np.isnan(rows[1]["perplexity"])
-    assert np.isnan(rows[1]["accuracy"])
+    assert np.isnan([rows[1]["perplexity"], rows[1]["accuracy"]]).all()
     found = TASK.summary(rows)
     assert tuple(found) == TASK.columns == ("perplexity", "accuracy")
     assert found["perplexity"] == pytest.approx(math.exp(sum(losses) / 13), rel=1e-6)
-    hits = 3 + sum(int(o.argmax() == t) for o, t in zip(outputs[2], targets[2], strict=True))
-    assert found["accuracy"] == hits / 13
+    assert found["accuracy"] == (3 + int((outputs[2].argmax(1) == targets[2]).sum())) / 13
     assert all(np.isnan(v) for v in TASK.summary([rows[1]]).values())
-    assert TASK.lower_is_better
-
-
-# Model
 
 
 def test_predictions_are_probabilities_of_the_20_amino_acids(model: FineTuner) -> None:
     one = example("MKTXAYIAKQR")
     question = TASK.question(one)
     assert question.tokens.tolist() == one.tokens.tolist()
-    assert question.logits_at is not None
     assert question.logits_at.tolist() == list(range(1, 12))
     logits_LV = model.outputs([question])[0]
     found = TASK.predict(logits_LV)
-    assert (found.dtype, found.shape) == (np.float32, (11, 20))
-    assert found.sum(1) == pytest.approx(np.ones(11), abs=1e-5)
     order = [int(encode(letter)[1]) for letter in LETTERS]
-    expected = torch.from_numpy(logits_LV)[:, order].softmax(1)
-    assert found == pytest.approx(expected.numpy(), abs=1e-6)
-    assert list(TASK.names) == LETTERS
-    assert TASK.per_residue
-    assert TASK.one_of_names
-
-
-# Baselines and the rest of the protocol
+    assert found == pytest.approx(torch.from_numpy(logits_LV)[:, order].softmax(1).numpy(), abs=1e-6)
+    assert (found.dtype, list(TASK.names), TASK.per_residue) == (np.float32, LETTERS, True)
 
 
 def test_the_frequencies_baseline_guesses_alike_everywhere(model: FineTuner) -> None:

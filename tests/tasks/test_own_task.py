@@ -22,7 +22,6 @@ if not PAGE.is_file():
 
 
 def register(site: Path, package: str, *tasks: str) -> None:
-    """What pip leaves of an installed package."""
     about = site / f"{package.replace('-', '_')}-0.1.dist-info"
     about.mkdir(parents=True)
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 0.1\n")
@@ -68,7 +67,6 @@ def test_a_task_of_another_package_runs_from_recipe_to_report(directory: Path) -
         ("finetune", "charge.yaml"),
         ("predict", "run/model", "few.fasta", "-o", "charges.csv"),
         ("evaluate", "run/model", "few.fasta", "-o", "scores"),
-        ("consolidate", "run", "-o", "again"),
         ("report", "run"),
         ("recipes", "schema"),
     ):
@@ -92,7 +90,7 @@ def test_a_task_of_another_package_runs_from_recipe_to_report(directory: Path) -
         name, charge = record.split()[0], sum(charge_of.get(x, 0) for x in record.partition("\n")[2])
         assert errors[name] == pytest.approx(abs(predicted[name] - charge), abs=1e-3)
     assert "net_charge" in Path("run/report.html").read_text()
-    assert "A protein language model with a head for the task `net_charge`" in Path("again/README.md").read_text()
+    assert "A protein language model with a head for the task `net_charge`" in Path("run/model/README.md").read_text()
 
 
 def test_what_cannot_be_used_is_refused_with_the_reason(directory: Path) -> None:

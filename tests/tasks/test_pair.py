@@ -50,9 +50,6 @@ def outputs(found: FineTuner, made: PairTask, *pairs: str) -> list[np.ndarray]:
     return found.outputs([made.question(Example(str(k), encode(pair), {})) for k, pair in enumerate(pairs)])
 
 
-# Model
-
-
 def test_each_chain_is_a_sequence_of_its_own_and_their_order_does_not_matter(trunk: ESM2) -> None:
     """The head sees what the model says of each chain alone, in every batch."""
     made = task(hidden=0)
@@ -77,9 +74,6 @@ def test_tracks_go_with_their_chains() -> None:
     assert inputs.longest == 5
 
 
-# Labels and long chains
-
-
 def test_tokens_are_those_of_both_chains_and_max_length_is_of_each(files: LabelFiles) -> None:
     fasta, store = files.split("train", "a MKTAYIAKQR:MK\nb MKTAYIAK:MKTAYIAK")
     whole = Examples("train", fasta, store, None, apart=True)
@@ -92,49 +86,36 @@ def test_tokens_are_those_of_both_chains_and_max_length_is_of_each(files: LabelF
         Examples("train", fasta, store, None, long="error", max_length=8, apart=True)
 
 
-# Baselines, groups and the probe
-
-
 def pairs(n: int, seed: int = 0) -> list[Example]:
     """Pairs of random proteins, labelled by whether both or neither are rich in tryptophan: each alone says nothing."""
-    rng = np.random.default_rng(seed)
-    found = []
+    rng, found = np.random.default_rng(seed), []
     for k in range(n):
         rich = rng.integers(0, 2, 2)
-        chains = []
-        for one in rich:
-            bias = np.ones(20)
-            bias[STANDARD.index("W")] = 12 if one else 0.1
-            chains.append("".join(rng.choice(list(STANDARD), 30, p=bias / bias.sum())))
+        bias = np.where(np.array(list(STANDARD)) == "W", [[12] if one else [0.1] for one in rich], 1)
+        chains = ["".join(rng.choice(list(STANDARD), 30, p=bias_A / bias_A.sum())) for bias_A in bias]
         found.append(Example(str(k), encode(":".join(chains)), {"target": np.array(int(rich[0] == rich[1]))}))
     return found
-
-
-def right(made: PairTask, known: Any, base: FineTuner, test: list[Example]) -> dict[str, float]:
-    truth_N = [int(example.labels["target"]) for example in test]
-    outputs = made.baseline_outputs(test, known, base)
-    return {name: float((np.argmax(each, axis=1) == truth_N).mean()) for name, each in outputs.items()}
 
 
 def test_what_sees_single_sequences_does_not_see_what_belongs_together(
     trunk: ESM2, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
-    train = pairs(160)
+    train, test = pairs(160), pairs(60, seed=1)
     counts = np.bincount([int(e.labels["target"]) for e in train])
     made = task({"classes": ["apart", "bound"], "counts": counts.tolist(), "records": 160}, kind="class", hidden=0)
     base = model(trunk, made)
     known = made.baselines(train, base)
-    test = pairs(60, seed=1)
-    found = right(made, known, base, test)
-    assert found["composition"] > 0.9
-    assert found["frozen embedding"] > 0.7
-    assert max(found[SINGLE], found["length"]) < 0.7
-    assert found.keys() == {"majority", "length", "composition", "frozen embedding", SINGLE, MEMORY}
     assert made.baseline_outputs(test, known, None).keys() == {"majority", "length", "composition", MEMORY}
     made.probe(base.head, train, base, 0)
-    probed = base.outputs([made.question(example) for example in test])
-    assert np.mean([int(np.argmax(o)) == int(e.labels["target"]) for o, e in zip(probed, test, strict=True)]) > 0.7
+    outputs: Any = made.baseline_outputs(test, known, base)
+    outputs["probe"] = base.outputs([made.question(example) for example in test])
+    truth_N = [int(example.labels["target"]) for example in test]
+    right = {name: float((np.argmax(each, axis=1) == truth_N).mean()) for name, each in outputs.items()}
+    assert right.keys() == {"majority", "length", "composition", "frozen embedding", SINGLE, MEMORY, "probe"}
+    assert right["composition"] > 0.9
+    assert min(right["frozen embedding"], right["probe"]) > 0.7
+    assert max(right[SINGLE], right["length"]) < 0.7
 
 
 def test_the_labels_of_a_sequence_s_training_pairs_are_remembered(trunk: ESM2, files: LabelFiles) -> None:

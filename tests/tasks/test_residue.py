@@ -9,7 +9,7 @@ import pytest
 import torch
 from label_files import LabelFiles, recorded_fits
 from model_files import TINY, fair_esm, ours, tokenise
-from scipy import stats
+from scipy import special, stats
 from sklearn import metrics as reference
 
 from esmshard.data.batching.loader import Example, Examples
@@ -36,26 +36,19 @@ def trunk() -> ESM2:
 
 def examples(n: int, kind: str = "class", seed: int = 0, back: int = 3) -> list[Example]:
     """Random proteins; a residue's label follows from the one some places before it, and some are undefined."""
-    rng = np.random.default_rng(seed)
-    found = []
+    rng, found = np.random.default_rng(seed), []
     for k in range(n):
         codes = rng.integers(0, 20, rng.integers(10, 60))
         before = np.concatenate([[-1] * back, codes[: len(codes) - back]])
+        target: Any = (before + rng.normal(size=len(codes))).astype(np.float32)
         if kind == "class":  # letters of HGI EB STC: 0 1 2, 3 4, 5 6 7
-            target: Any = np.select([before < 7, before < 14], [np.int8(1), np.int8(3)], np.int8(6)).astype(np.int8)
-            target[rng.random(len(codes)) < 0.1] = -1
-        else:
-            target = (before + rng.normal(size=len(codes))).astype(np.float32)
-            target[rng.random(len(codes)) < 0.1] = np.nan
+            target = np.select([before < 7, before < 14], [np.int8(1), np.int8(3)], np.int8(6)).astype(np.int8)
+        target[rng.random(len(codes)) < 0.1] = -1 if kind == "class" else np.nan
         found.append(Example(str(k), encode("".join(STANDARD[c] for c in codes)), {"target": target}))
     return found
 
 
-# Recipe and labels
-
-
 def learn(directory: Path, settings: dict[str, Any], text: str, **given: Any) -> tuple[ResidueTask, Examples]:
-    """A task that has read its training labels."""
     return LabelFiles(directory).learned(task({}, **settings), text, **given)
 
 
@@ -87,27 +80,6 @@ def test_labels_come_from_a_table_a_label_file_and_an_npz(tmp_path: Path) -> Non
         assert train.notices == []
 
 
-# Head
-
-
-def test_a_residue_s_output_sees_its_neighbours_in_the_same_record() -> None:
-    batch = tokenise(["A" * 12, "C" * 12])[1]
-    for hidden, reach in ((0, 0), (5, 3)):
-        torch.manual_seed(0)
-        head, x_TD = task(hidden=hidden).head(TINY).eval(), torch.randn(28, 32)
-        torch.nn.init.normal_(head.out.weight)
-        with torch.no_grad():
-            before = head(x_TD, batch)
-            x_TD[11] += torch.randn(32)  # residue 10 of the first record, counted from 0
-            after = head(x_TD, batch)
-        changed = ((before[0] - after[0]).abs().max(1).values > 1e-6).nonzero().ravel().tolist()
-        assert changed == [n for n in range(12) if abs(n - 10) <= reach]
-        assert torch.equal(before[1], after[1])
-
-
-# Loss
-
-
 def test_all_labelled_residues_count_alike() -> None:
     outputs = [torch.tensor([[1.0, 0, 0], [9.0, 9, 9]]), torch.tensor([[0.0, 0, 2]] * 2)]
     targets = [torch.tensor([0, -1]), torch.tensor([1, 2])]
@@ -129,9 +101,6 @@ def test_a_batch_without_labels_keeps_the_graph() -> None:
         assert all(p.grad is not None and not p.grad.any() for p in head.parameters())
 
 
-# Metrics
-
-
 def test_q3_counts_labelled_residues_and_is_pooled_over_proteins() -> None:
     logits = np.eye(3, dtype=np.float32)
     outputs = [logits[[0, 1, 2, 2]], logits[[0]], logits[[1, 1]]]
@@ -148,11 +117,9 @@ def test_q3_counts_labelled_residues_and_is_pooled_over_proteins() -> None:
 
 @pytest.mark.parametrize("n_classes", [2, 3])
 def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
-    rng = np.random.default_rng(0)
-    made = task(TWO if n_classes == 2 else Q3)
-    lengths = rng.integers(1, 80, 40)
-    targets = [rng.integers(-1, n_classes, length) for length in lengths]
-    outputs = [(rng.normal(size=(length, n_classes)) * 2).astype(np.float32) for length in lengths]
+    rng, made = np.random.default_rng(0), task(TWO if n_classes == 2 else Q3)
+    targets = [rng.integers(-1, n_classes, length) for length in rng.integers(1, 80, 40)]
+    outputs = [(rng.normal(size=(len(t), n_classes)) * 2).astype(np.float32) for t in targets]
     for output, target in zip(outputs, targets, strict=True):
         output[np.arange(len(target)), target] += 1.5
     rows = list(map(made.score, outputs, targets))
@@ -163,7 +130,7 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
     assert found["MCC"] == pytest.approx(reference.matthews_corrcoef(truth, predicted))
     assert found[f"Q{n_classes}"] == pytest.approx(reference.accuracy_score(truth, predicted))
     assert found["macro-F1"] == pytest.approx(reference.f1_score(truth, predicted, average="macro"))
-    confidence = (np.exp(logits) / np.exp(logits).sum(1, keepdims=True)).max(1)
+    confidence = special.softmax(logits, axis=1).max(1)
     bins, right = (confidence * 15).astype(int), predicted == truth
     expected = sum(abs(confidence[bins == b].sum() - right[bins == b].sum()) for b in range(15)) / len(truth)
     assert found["ECE"] == pytest.approx(expected, rel=1e-4)
@@ -178,31 +145,25 @@ def test_classes_are_scored_as_scikit_learn_does(n_classes: int) -> None:
 def test_numbers_are_ranked_over_all_residues_and_within_proteins(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     values = [np.exp(2 * rng.normal(size=length)).round(3) for length in (30, 50, 9)]  # far from a normal distribution
-    text = "\n".join(
-        f"{k} TARGET={';'.join(map(str, v.tolist()))} {'M' * len(v)}" for k, v in zip("abc", values, strict=True)
-    )
-    made, train = learn(tmp_path, {"kind": "number"}, text)
+    lines = [f"{k} TARGET={';'.join(map(str, v.tolist()))} {'M' * len(v)}" for k, v in enumerate(values)]
+    made, train = learn(tmp_path, {"kind": "number"}, "\n".join(lines))
     targets = [made.inputs(train.get(n)).target for n in range(3)]
-    targets[1][:20] = np.nan
     outputs = [(target + 0.2 * rng.normal(size=target.shape)).astype(np.float32) for target in targets]
-    outputs[1][np.isnan(outputs[1])] = 3
+    targets[1][:20] = np.nan
     rows = list(map(made.score, outputs, targets))
     found = made.summary(rows)
-    predicted, truth = np.concatenate(outputs)[:, 0], np.concatenate(targets)[:, 0]
-    predicted, truth = predicted[~np.isnan(truth)], truth[~np.isnan(truth)]
+    known = [~np.isnan(target[:, 0]) for target in targets]
+    each = [(o[k, 0], t[k, 0]) for o, t, k in zip(outputs, targets, known, strict=True)]
+    predicted, truth = np.concatenate(each, axis=1)
     assert found["Spearman"] == pytest.approx(stats.spearmanr(predicted, truth).statistic)
     assert made.summary(metrics.ranked(rows))["Spearman"] == pytest.approx(found["Spearman"])
-    each = [stats.spearmanr(o[~np.isnan(t)], t[~np.isnan(t)]).statistic for o, t in zip(outputs, targets, strict=True)]
-    assert [row["Spearman"] for row in rows] == pytest.approx(each)
-    assert found["Spearman per protein"] == pytest.approx(np.mean(each))
+    rho = [stats.spearmanr(*both).statistic for both in each]
+    assert [row["Spearman"] for row in rows] == pytest.approx(rho)
+    assert found["Spearman per protein"] == pytest.approx(np.mean(rho))
     assert found["RMSE"] == pytest.approx(made.facts["std"][0] * np.sqrt(((predicted - truth) ** 2).mean()), rel=1e-4)
     assert set(made.columns) == found.keys()
     nothing = made.score(outputs[0], np.full((30, 1), np.nan, np.float32))
-    assert math.isnan(nothing["Spearman"])
-    assert all(math.isnan(value) for value in made.summary([nothing]).values())
-
-
-# Baselines and the probe
+    assert all(math.isnan(value) for value in (nothing["Spearman"], *made.summary([nothing]).values()))
 
 
 @pytest.mark.parametrize("kind", ["class", "number"])

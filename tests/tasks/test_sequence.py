@@ -68,9 +68,6 @@ def examples(n: int, kind: str = "number", seed: int = 0) -> list[Example]:
     return found
 
 
-# Recipe and labels
-
-
 def test_numbers_are_standardised_by_the_training_split_and_come_back_in_their_unit(files: Files) -> None:
     table = files.table("id,Tm,other\na,10,1\nb,20,\nc,,\nd,60,5\n")
     text = "a MKT\nb ACD\nc WWW\nd MK"
@@ -102,20 +99,17 @@ def test_one_file_serves_all_splits_with_the_classes_of_training(files: Files) -
 
 
 def test_several_labels_come_from_one_column_or_from_columns_of_flags(files: Files) -> None:
-    for text, target in (
-        ("id,x,y\na,1,0\nb,1,1\nc,0,0\nv,0,1\n", ["x", "y"]),
-        ("id,label\na,x\nb,y;x\nc,y\nv,y\nfar,k\n", ["label"]),
+    for text, target, counts in (
+        ("id,x,y\na,1,0\nb,1,1\nc,0,0\nv,0,1\n", ["x", "y"], [2, 1]),
+        ("id,label\na,x\nb,y;x\nc,y\nv,y\nfar,k\n", ["label"], [2, 2]),
     ):
         given = {"labels": files.table(text), "target": target}
         found, train = files.learn({"kind": "multilabel"}, "a MKT\nb ACD\nc WWW", **given)
-        assert found.facts == {"classes": ["x", "y"], "counts": [2, 2 if target == ["label"] else 1], "records": 3}
+        assert found.facts == {"classes": ["x", "y"], "counts": counts, "records": 3}
         assert [found.inputs(train.get(n)).target.tolist() for n in range(2)] == [[1, 0], [1, 1]]
         assert found.labels(*files.split("valid", "v MKT"), data(**given))[0]["target"].tolist() == [0, 1]
     with pytest.raises(UsageError, match="x, y"):
         found.labels(*files.split("test", "v MKT"), data(labels=files.table("id,y,x\nv,1,0\n"), target=["y", "x"]))
-
-
-# Head
 
 
 def test_means_are_over_the_residues_of_all_chains() -> None:
@@ -139,9 +133,6 @@ def test_a_new_head_says_what_the_training_labels_are_on_the_whole() -> None:
         assert made.predict(output) == pytest.approx(expected, abs=off)
 
 
-# Loss
-
-
 def test_labels_are_counted_each_and_those_that_are_there_may_weigh_more() -> None:
     outputs, targets = [torch.tensor([1.0, 0, -1])], [torch.tensor([1.0, 1, 0])]
     each = [math.log(1 + math.exp(-1)), math.log(2), math.log(1 + math.exp(-1))]
@@ -149,9 +140,6 @@ def test_labels_are_counted_each_and_those_that_are_there_may_weigh_more() -> No
     assert float(plain.sum) == pytest.approx(sum(each))
     assert float(plain.count) == float(full.count) == 3
     assert float(full.sum) == pytest.approx(4.5 / 6.5 * each[0] + 7.5 / 3.5 * each[1] + each[2], rel=1e-5)
-
-
-# Metrics
 
 
 def test_numbers_are_scored_in_the_unit_of_the_labels() -> None:
@@ -206,9 +194,6 @@ def test_labels_are_scored_by_fmax() -> None:
     assert found["Fmax"] == pytest.approx(best)
 
 
-# Baselines and the probe
-
-
 def learned(kind: str) -> tuple[SequenceTask, list[Example]]:
     train = examples(120, kind)
     targets = np.stack([e.labels["target"] for e in train])
@@ -225,10 +210,9 @@ def test_baselines_and_the_probe(trunk: ESM2, kind: str, monkeypatch: pytest.Mon
     """Labels follow from the composition and not from the length; a probe is what scikit-learn fitted."""
     monkeypatch.setattr("esmshard.tasks.baselines.CS", (0.1,))
     made, train = learned(kind)
-    head = made.head(TINY)
+    head, test = made.head(TINY), examples(60, kind, seed=1)
     base = FineTuner(trunk, head).eval()
     known = made.baselines(train, base)
-    test = examples(60, kind, seed=1)
     outputs: Any = made.baseline_outputs(test, known, base)
     assert {output.dtype for found in outputs.values() for output in found} == {np.dtype(np.float32)}
     first = "majority" if kind == "class" else "mean"
@@ -244,12 +228,7 @@ def test_baselines_and_the_probe(trunk: ESM2, kind: str, monkeypatch: pytest.Mon
     fits = recorded_fits(monkeypatch)
     made.probe(head, train, base, seed=0)
     probed = np.stack(base.outputs([made.inputs(e) for e in train]))
-    fitted, x = fits[-1]
-    if kind == "number":
-        expected = fitted.predict(x).reshape(probed.shape)
-    elif kind == "class":
-        expected = fitted.decision_function(x)
-    else:
-        expected = np.stack([fitted.decision_function(x) for fitted, x in fits[-3:]], axis=1)
-    assert probed == pytest.approx(expected, abs=1e-4)
+    of_probe = fits[-3:] if kind == "multilabel" else fits[-1:]
+    values = [fitted.predict(x) if kind == "number" else fitted.decision_function(x) for fitted, x in of_probe]
+    assert probed == pytest.approx(np.stack(values, axis=-1).reshape(probed.shape), abs=1e-4)
     assert np.ptp(probed, axis=0).max() > 0.1

@@ -54,37 +54,29 @@ def planted(trunk: ESM2, example: Example, rng: np.random.Generator) -> npt.NDAr
 
 
 def test_the_fit_is_that_of_scikit_learn_on_all_valid_pairs_of_the_chosen(trunk: ESM2) -> None:
-    """Features stacked and labels picked out pair by pair."""
     data, rng = examples(24), np.random.default_rng(0)
     labels = [planted(trunk, example, rng) for example in data]
     chosen = contact.choose(labels, np.random.default_rng(5))
     assert len(chosen) == len(set(chosen)) == 20
     rows, hits = [], []
     for n in chosen:
-        maps_LLC = maps_of(trunk, data[n].tokens)
-        for i in range(len(labels[n])):
-            for j in range(i + 6, len(labels[n])):
-                if labels[n][i, j] >= 0:
-                    rows.append(maps_LLC[i, j])
-                    hits.append(labels[n][i, j])
+        maps_LLC, size = maps_of(trunk, data[n].tokens), len(labels[n])
+        pairs = [(i, j) for i in range(size) for j in range(i + 6, size) if labels[n][i, j] >= 0]
+        rows += [maps_LLC[pair] for pair in pairs]
+        hits += [labels[n][pair] for pair in pairs]
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # an option that scikit-learn is about to drop, or a fit that did not converge
         fitted = contact.fit_regression(trunk, data, labels, seed=5)
-    weight_C, bias = fitted[:-1], fitted[-1]
-    with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of how L1 is spelled
         options = {"penalty": "l1", "C": 0.15, "max_iter": 3000, "tol": 1e-6}
         same = LogisticRegression(solver="liblinear", **options).fit(np.array(rows), hits)
-    assert weight_C.dtype == np.float32
+    weight_C = fitted[:-1]
     assert weight_C == pytest.approx(same.coef_[0], rel=0.02, abs=0.05)
-    assert bias == pytest.approx(same.intercept_[0], abs=0.05)
+    assert fitted[-1] == pytest.approx(same.intercept_[0], abs=0.05)
     assert np.argmax(weight_C) == 2
     assert np.abs(weight_C).max() > 3
     assert (weight_C == 0).any(), "L1 leaves out maps that say nothing"
     assert np.array_equal(contact.fit_regression(trunk, data, labels, seed=5), fitted)
-
-
-# Which proteins, which pairs
 
 
 def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -97,9 +89,6 @@ def test_pairs_beyond_the_bound_are_drawn_and_weigh_for_the_others(monkeypatch: 
         assert (weights[hits] == 1).all()
         assert weights[~hits] == pytest.approx(980 / others)
         assert keep[-300:].mean() == pytest.approx(keep.mean(), rel=0.6), "from everywhere"
-
-
-# In the task
 
 
 @pytest.fixture(scope="module")

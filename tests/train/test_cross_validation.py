@@ -1,11 +1,9 @@
-"""The joint result of the folds of a planted library: four sites, additive values, folds whose models have offsets."""
+"""The joint result of folds: a library of four sites with additive values, and models with an offset in each fold."""
 
-import csv
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,35 +19,25 @@ SITES = (9, 15, 23, 38)
 FOLDS = 5
 
 
-@dataclass(frozen=True)
-class Planted:
-    """A concluded run."""
-
+class Planted(NamedTuple):
     run: Path
     folds: Sequence[Sequence[dict[str, Any]]]
     """The test variants of each fold: `id`, `measured`, and the prediction of each method."""
     printed: str
 
 
-def write(path: Path, rows: Sequence[Sequence[Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "w", newline="") as file:
-        csv.writer(file).writerows(rows)
-
-
 def planted(directory: Path, count: int = 384) -> Planted:
-    """The values are sums over the sites, with noise. The model of each fold adds an offset of its own."""
+    """The values are sums over the sites, with noise. The model of each fold adds another offset."""
     rng = np.random.default_rng(0)
     effect_SA, chosen = rng.normal(size=(4, 20)), dict[str, float]()
     while len(chosen) < count:
         letters = rng.integers(0, 20, 4)
-        parts = [
-            f"{WT[site]}{site + 1}{'ACDEFGHIKLMNPQRSTVWY'[a]}"
-            for site, a in zip(SITES, letters, strict=True)
-            if WT[site] != "ACDEFGHIKLMNPQRSTVWY"[a]
-        ]
-        chosen[":".join(parts) or "WT"] = float(effect_SA[range(4), letters].sum() + rng.normal(scale=0.3))
-    write(directory / "t.csv", [["mutant", "score"], *([name, f"{value:.5f}"] for name, value in chosen.items())])
+        new = ["ACDEFGHIKLMNPQRSTVWY"[a] for a in letters]
+        parts = [f"{WT[site]}{site + 1}{a}" for site, a in zip(SITES, new, strict=True) if WT[site] != a]
+        value = float(effect_SA[range(4), letters].sum() + rng.normal(scale=0.3))
+        chosen[":".join(parts) or "WT"] = round(value, 5)
+    rows = ["mutant,score", *(f"{name},{value:.5f}" for name, value in chosen.items())]
+    (directory / "t.csv").write_text("\n".join(rows) + "\n")
     (directory / "wt.fasta").write_text(f">wt\n{WT}\n")
     run = directory / "run"
     data = {"table": str(directory / "t.csv"), "wild_type": str(directory / "wt.fasta"), "split": "random"}
@@ -59,23 +47,19 @@ def planted(directory: Path, count: int = 384) -> Planted:
     fold_N, _ = divide(recipe.data.model_copy(update={"folds": FOLDS}))
     names, folds, runs = table_of(recipe.data).names(), [], []
     for fold in range(FOLDS):
-        one = run / f"seed-0-fold-{fold}"
-        rows = []
-        for n in np.flatnonzero(fold_N == fold):
-            value = round(chosen[names[n]], 5)
-            ours = round(value + rng.normal(scale=1.5) + 30 * fold, 4)
-            rows.append({"id": names[n], "measured": value, "fine-tuned": ours})
-            rows[-1]["one-hot ridge"] = round(value + rng.normal(scale=3) - 30 * fold, 4)
-        cells = [[row["id"], len(WT), 0, row["fine-tuned"], row["measured"], row["one-hot ridge"]] for row in rows]
-        head = ["id", "length", "block", "prediction", "target", "prediction of one-hot ridge"]
-        write(one / "per_protein.csv", [head, *cells])
-        methods: dict[str, Any] = {"fine-tuned": {}, "one-hot ridge": {}}
-        told = {"train": {"seed": 0}, "data": {"fold": fold}}
-        evaluation = {"recipe": told, "facts": {"targets": ["score"]}, "metrics": methods}
-        (one / "evaluation.json").write_text(json.dumps(evaluation))
-        (one / "versions.json").write_text(json.dumps({"data": {"train": {"records": 250}}}))
-        folds.append(rows)
-        runs.append(Repeat(one))
+        folds.append([{"id": names[n], "measured": chosen[names[n]]} for n in np.flatnonzero(fold_N == fold)])
+        lines = ["id,length,block,prediction,target,prediction of one-hot ridge"]
+        for row in folds[-1]:
+            row["fine-tuned"] = round(row["measured"] + rng.normal(scale=1.5) + 30 * fold, 4)
+            row["one-hot ridge"] = round(row["measured"] + rng.normal(scale=3) - 30 * fold, 4)
+            lines.append(f"{row['id']},{len(WT)},0,{row['fine-tuned']},{row['measured']},{row['one-hot ridge']}")
+        runs.append(Repeat(run / f"seed-0-fold-{fold}"))
+        runs[-1].out.mkdir(parents=True)
+        (runs[-1].out / "per_protein.csv").write_text("\n".join(lines) + "\n")
+        evaluation = {"recipe": {"train": {"seed": 0}, "data": {"fold": fold}}, "facts": {"targets": ["score"]}}
+        evaluation |= {"metrics": {"fine-tuned": {}, "one-hot ridge": {}}}
+        (runs[-1].out / "evaluation.json").write_text(json.dumps(evaluation))
+        (runs[-1].out / "versions.json").write_text(json.dumps({"data": {"train": {"records": 250}}}))
     (run / "summary.json").write_text(json.dumps({"task": "variant", "folds": FOLDS}))
     return Planted(run, folds, conclude(recipe, runs))
 
@@ -86,49 +70,42 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Planted:
 
 
 def by_hand(library: Planted, method: str) -> float:
-    """The mean of scipy's correlations of the folds, weighted by their variants."""
-    of_folds = [
-        (len(rows), spearmanr([row[method] for row in rows], [row["measured"] for row in rows]).statistic)
-        for rows in library.folds
-    ]
-    return float(np.average([rho for _, rho in of_folds], weights=[count for count, _ in of_folds]))
+    """Return the mean of scipy's correlations in the folds, weighted by their variants."""
+    rho = [spearmanr([r[method] for r in rows], [r["measured"] for r in rows]).statistic for rows in library.folds]
+    return float(np.average(rho, weights=[len(rows) for rows in library.folds]))
 
 
-def joint(library: Planted) -> dict[str, Any]:
-    found: dict[str, Any] = json.loads((library.run / "summary.json").read_text())["joint"]
-    return found
+def joint(library: Planted) -> Any:
+    return json.loads((library.run / "summary.json").read_text())["joint"]
 
 
-def test_the_headline_is_within_folds_and_has_an_interval_over_variants(library: Planted) -> None:
-    found = joint(library)
-    every = [row for rows in library.folds for row in rows]
-    pooled = spearmanr([row["fine-tuned"] for row in every], [row["measured"] for row in every]).statistic
-    assert pooled < by_hand(library, "fine-tuned") / 2
-    for method in ("fine-tuned", "one-hot ridge"):
-        one = found["metrics"][method]
-        assert one["value"] == pytest.approx(by_hand(library, method), abs=1e-5)
-        assert one["low"] < one["value"] < one["high"]
-    gain = found["differences"]["one-hot ridge"]
-    assert gain["value"] == pytest.approx(by_hand(library, "fine-tuned") - by_hand(library, "one-hot ridge"), abs=1e-5)
+def test_scores_are_within_folds_with_an_interval_over_variants(library: Planted) -> None:
+    result, methods = joint(library), ("fine-tuned", "one-hot ridge")
+    rows = [row for fold in library.folds for row in fold]
+    pooled = spearmanr([row["fine-tuned"] for row in rows], [row["measured"] for row in rows]).statistic
+    expected = {method: by_hand(library, method) for method in methods}
+    assert pooled < expected["fine-tuned"] / 2
+    for method in methods:
+        metric = result["metrics"][method]
+        assert metric["value"] == pytest.approx(expected[method], abs=1e-5)
+        assert metric["low"] < metric["value"] < metric["high"]
+    gain = result["differences"]["one-hot ridge"]
+    assert gain["value"] == pytest.approx(expected["fine-tuned"] - expected["one-hot ridge"], abs=1e-5)
     assert gain["low"] < gain["high"]
-    assert (found["unit"], found["positions"], found["variants"]) == ("variant", 4, 384)
-    assert f"{found['metrics']['fine-tuned']['value']:.3f}" in library.printed
+    assert (result["unit"], result["positions"], result["variants"]) == ("variant", 4, 384)
+    assert f"{result['metrics']['fine-tuned']['value']:.3f}" in library.printed
 
-
-def test_the_top_of_the_list_is_measured(library: Planted) -> None:
-    best = joint(library)["best"]
     hits, chosen = 0, []
-    for rows in library.folds:
-        k = round(len(rows) / 100)  # of 76 or 77 variants
-        top = sorted(rows, key=lambda row: -row["fine-tuned"])[:k]
-        hits += len({id(r) for r in top} & {id(r) for r in sorted(rows, key=lambda row: -row["measured"])[:k]})
+    for fold in library.folds:
+        count = round(len(fold) / 100)  # 1 of 76 or 77 variants
+        top, best = (sorted(fold, key=lambda row: -row[key])[:count] for key in ("fine-tuned", "measured"))
+        hits += len({row["id"] for row in top} & {row["id"] for row in best})
         chosen += [row["measured"] for row in top]
+    best = result["best"]
     assert best["count"] == len(chosen) == 5
     assert best["recall"]["fine-tuned"]["value"] == pytest.approx(hits / 5)
     assert best["mean_of_chosen"]["fine-tuned"]["value"] == pytest.approx(np.mean(chosen), rel=1e-4)
-    assert best["mean_of_all"] == pytest.approx(
-        np.mean([row["measured"] for rows in library.folds for row in rows]), rel=1e-4
-    )
+    assert best["mean_of_all"] == pytest.approx(np.mean([row["measured"] for row in rows]), rel=1e-4)
 
 
 def test_new_variants_are_counted_by_all_their_sites(library: Planted) -> None:

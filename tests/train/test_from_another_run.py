@@ -1,4 +1,4 @@
-"""A run whose `model.name` is another run: it starts from that run's weights and head, and says what they have seen."""
+"""A run that starts from the weights and the head of another run, and reports the records that this run has seen."""
 
 import random
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from esmshard.api.runs import Run, finetune
+from esmshard.api.runs import Run, finetune, keys
 from esmshard.model import weights
 from esmshard.recipe import recipe_file
 from esmshard.tasks.finetuned import new_head
@@ -15,20 +15,21 @@ from esmshard.train.inputs import leakage_notices, prepare
 from esmshard.vocab import STANDARD
 
 
-def write(file: Path, seed: int, target: str, shift: float = 0.0) -> Path:
-    draw, lines = random.Random(seed), []
-    for n in range(12):
-        sequence = "".join(draw.choices(STANDARD, k=draw.randint(20, 30)))
-        lines += [f">p{seed}_{n} {target}={sequence.count('A') + shift:.1f}", sequence]
-    file.write_text("\n".join(lines) + "\n")
-    return file
+def write(directory: Path, seed: int, target: str, shift: float = 0.0) -> None:
+    """Write three splits of 12 records."""
+    draw = random.Random(seed)
+    for split in ("train", "valid", "test"):
+        lines = []
+        for n in range(12):
+            sequence = "".join(draw.choices(STANDARD, k=draw.randint(20, 30)))
+            lines.append(f">p{seed}_{n} {target}={sequence.count('A') + shift:.1f}\n{sequence}\n")
+        (directory / f"{split}.fasta").write_text("".join(lines))
 
 
 @pytest.fixture(scope="module")
 def first(tmp_path_factory: pytest.TempPathFactory) -> Run:
     directory = tmp_path_factory.mktemp("first")
-    for seed, split in enumerate(("train", "valid", "test")):
-        write(directory / f"{split}.fasta", seed, "TARGET")
+    write(directory, 0, "TARGET")
     return finetune(recipe(directory, "nano"), report=False)
 
 
@@ -45,17 +46,12 @@ def recipe(directory: Path, model: str, init: str = "random", **task: object) ->
 
 
 def second(first: Run, directory: Path, target: str = "TARGET", **task: object) -> recipe_file.Recipe:
-    """The recipe of a run on other records that starts from the first."""
-    if not (directory / "train.fasta").exists():
-        for seed, split in enumerate(("train", "valid", "test")):
-            write(directory / f"{split}.fasta", seed + 10, target, shift=100.0)
-    from esmshard.api.runs import keys
-
-    empty = directory / "empty.yaml"
-    empty.write_text("{}\n")
-    given = recipe(directory, str(first.path), "pretrained", **task) | {"data": recipe(directory, "")["data"]}
+    """Return the recipe of a run on other records that starts from the first run."""
+    write(directory, 10, target, shift=100.0)
+    (directory / "empty.yaml").write_text("{}\n")
+    given = recipe(directory, str(first.path), "pretrained", **task)
     given["data"]["target"] = target  # type: ignore[index]
-    return recipe_file.load(empty, keys(given))
+    return recipe_file.load(directory / "empty.yaml", keys(given))
 
 
 def started(resolved: recipe_file.Recipe) -> tuple[torch.nn.Module, str | None]:
@@ -63,17 +59,11 @@ def started(resolved: recipe_file.Recipe) -> tuple[torch.nn.Module, str | None]:
     return new_head(resolved, job.task, job.weights)
 
 
-def test_the_head_goes_on(first: Run, tmp_path: Path) -> None:
+def test_the_head_goes_on_unless_it_means_something_else(first: Run, tmp_path: Path) -> None:
+    before, model = weights.read(str(first.path)).head, first.path / "model"
     head, said = started(second(first, tmp_path))
-    before = weights.read(str(first.path)).head
     assert all(torch.equal(tensor, before[name]()) for name, tensor in head.state_dict().items())
-    assert said is not None
-    assert f"the head goes on from the sequence head of {first.path / 'model'}" in said
-
-
-def test_a_head_that_means_something_else_is_left_out(first: Run, tmp_path: Path) -> None:
-    before = weights.read(str(first.path)).head
-    model = first.path / "model"
+    assert f"the head goes on from the sequence head of {model}" in str(said)
     for given, why in (
         ({"target": "OTHER"}, "for other classes or targets"),
         ({"dropout": 0.0, "hidden": 7}, "of another kind or size"),
@@ -90,7 +80,7 @@ def test_a_head_that_means_something_else_is_left_out(first: Run, tmp_path: Path
     assert said == f"{model}: its head is of task sequence and is left out; the head is new"
 
 
-def test_what_the_first_run_trained_on_is_said(first: Run, tmp_path: Path) -> None:
+def test_records_of_the_first_run_are_leakage(first: Run, tmp_path: Path) -> None:
     resolved = second(first, tmp_path)
     job = prepare(resolved, 1, 1, torch.device("cpu"))
     sentence = f"leakage: {first.path / 'model'} was trained on 12 records of train.fasta, with which these "

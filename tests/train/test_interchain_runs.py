@@ -1,6 +1,4 @@
-"""Fine-tuning on contacts between chains: what is planted is learned, what is drawn at random is not, and predictions
-are about the residues of the chains alone.
-"""
+"""Fine-tuning on contacts between chains: planted contacts are learned, and random contacts are not predicted."""
 
 import csv
 import json
@@ -28,12 +26,12 @@ out: {out}
 
 
 def write_complexes(directory: Path, name: str, count: int, seed: int, *, planted: bool) -> None:
-    """Pairs of chains, each with the four letters of KEYS at places of its own. Equal letters of both chains are in
-    contact, or four pairs of residues drawn at random. Nothing else is: all other residues are 20 A and more apart.
+    """Write pairs of chains with the letters of KEYS at random places. Four pairs of residues are in contact: equal
+    letters of KEYS or, if not `planted`, random pairs. All other residues are at least 20 Angstrom apart.
     """
     rng = np.random.default_rng(seed)
-    texts, rows, seqs = [], [], []
-    for n in range(count):
+    rows, seqs = [], []
+    for _ in range(count):
         chains, keyed = [], []
         for length in LENGTHS:
             letters = rng.choice(list(OTHERS), length)
@@ -44,43 +42,39 @@ def write_complexes(directory: Path, name: str, count: int, seed: int, *, plante
         pairs = keyed if planted else [rng.permutation(length)[: len(KEYS)] for length in LENGTHS]
         for i, j in zip(*pairs, strict=True):
             cb_L3[LENGTHS[0] + j] = cb_L3[i] + [0, 5, 0]
-        texts.append(f">{name}{n}\n{':'.join(chains)}\n")
         seqs.append(":".join(chains))
         rows.append(np.rint(cb_L3 * 10).astype(np.uint16))
-    (directory / f"{name}.fasta").write_text("".join(texts))
+    names = [f"{name}{n}" for n in range(count)]
+    text = "".join(f">{n}\n{s}\n" for n, s in zip(names, seqs, strict=True))
+    (directory / f"{name}.fasta").write_text(text)
     ends = np.arange(count + 1, dtype=np.int32) * sum(LENGTHS)
-    names = np.array([f"{name}{n}" for n in range(count)])
-    np.savez(directory / f"{name}.npz", names=names, seqs=np.array(seqs), offsets=ends, cb_dA=np.concatenate(rows))
+    np.savez(
+        directory / f"{name}.npz", names=np.array(names), seqs=np.array(seqs), offsets=ends, cb_dA=np.concatenate(rows)
+    )
 
 
 def ran(*arguments: str | Path) -> str:
-    """What a command that must succeed prints to stderr."""
+    """Run a command that must succeed, and return its stderr."""
     done = esmshard(*arguments)
     assert done.returncode == 0, done.stderr
     return done.stderr
-
-
-def trained(directory: Path, steps: int, *, planted: bool) -> dict[str, dict[str, dict[str, float]]]:
-    for seed, (name, count) in enumerate((("train", 96), ("valid", 4), ("test", 12))):
-        write_complexes(directory, name, count, seed, planted=planted)
-    (directory / "recipe.yaml").write_text(RECIPE.format(steps=steps, out=directory / "run"))
-    ran("finetune", directory / "recipe.yaml")
-    found = json.loads((directory / "run" / "evaluation.json").read_text())
-    assert found["columns"][-3:] == ["interchain P@L/5", "interchain P@L/10", "interchain AUPRC"]
-    metrics: dict[str, dict[str, dict[str, float]]] = found["metrics"]
-    return metrics
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that has learned the planted contacts."""
     directory = tmp_path_factory.mktemp("planted")
-    trained(directory, 90, planted=True)
+    for seed, (name, count) in enumerate((("train", 96), ("valid", 4), ("test", 12))):
+        write_complexes(directory, name, count, seed, planted=True)
+    (directory / "recipe.yaml").write_text(RECIPE.format(steps=90, out=directory / "run"))
+    ran("finetune", directory / "recipe.yaml")
     return directory
 
 
 def test_planted_contacts_between_chains_are_learned(run: Path) -> None:
-    metrics = json.loads((run / "run" / "evaluation.json").read_text())["metrics"]
+    evaluation = json.loads((run / "run" / "evaluation.json").read_text())
+    assert evaluation["columns"][-3:] == ["interchain P@L/5", "interchain P@L/10", "interchain AUPRC"]
+    metrics = evaluation["metrics"]
     ours = metrics["fine-tuned"]["interchain P@L/5"]
     assert ours["value"] > 0.7
     assert metrics["fine-tuned"]["interchain AUPRC"]["value"] > 0.8
@@ -93,14 +87,16 @@ def test_planted_contacts_between_chains_are_learned(run: Path) -> None:
     assert all(float(row["interchain P@L/5"]) >= 0 for row in rows)
 
 
-def test_contacts_drawn_at_random_are_not_learned(tmp_path: Path) -> None:
-    metrics = trained(tmp_path, 90, planted=False)
-    assert metrics["fine-tuned"]["interchain P@L/5"]["value"] < 0.2
-    assert metrics["fine-tuned"]["interchain AUPRC"]["value"] < 0.2
+def test_random_contacts_are_not_predicted(run: Path, tmp_path: Path) -> None:
+    write_complexes(tmp_path, "random", 12, 3, planted=False)
+    ran("evaluate", run / "run" / "model", tmp_path / "random.fasta", "-o", tmp_path / "scores")
+    metrics = json.loads((tmp_path / "scores" / "evaluation.json").read_text())["metrics"]["fine-tuned"]
+    assert metrics["interchain P@L/5"]["value"] < 0.2
+    assert metrics["interchain AUPRC"]["value"] < 0.2
 
 
 def test_predicted_maps_are_of_the_residues_of_both_chains(run: Path) -> None:
-    """The best pairs of two chains are the planted ones; places and pictures know where the second chain begins."""
+    """The best pairs between the chains are the planted pairs, and the outputs know where the second chain begins."""
     out = run / "maps.npz"
     ran("predict", run / "run" / "model", run / "test.fasta", "-o", out, "--png", run / "png")
     texts = (run / "test.fasta").read_text().split()
@@ -121,28 +117,23 @@ def test_predicted_maps_are_of_the_residues_of_both_chains(run: Path) -> None:
     assert len(list((run / "png").glob("*.png"))) == 12
     (run / "single.fasta").write_text(">a\nMKTAYIAKQRQISFVKSHFSRQ\n")
     ran("predict", run / "run" / "model", run / "single.fasta", "-o", out, "--overwrite")
-    assert not (run / "maps.npz.chains.tsv").exists(), "no list of the earlier chains stays"
+    assert not (run / "maps.npz.chains.tsv").exists(), "the earlier list is removed"
 
 
 def test_structures_of_complexes_train_score_and_predict(tmp_path: Path) -> None:
-    """Two helices side by side, in mmCIF files; one record a file, whose chains are not found twice."""
-    sequences = ["MKTAYIAKQRGGLV", "GSHMLEDPVRWK", "AVILMFYWSTNQ", "MKTAYIAKQRGGLV"]
-    for n in range(3):
-        first, second = sequences[n], sequences[n + 1 if n < 2 else n]
-        lines = chain(first, "A") + chain(second, "B", shift=4)
-        (tmp_path / f"{n}abc.cif").write_text(cif(lines, {"A": three(first), "B": three(second)}))
-    (tmp_path / "pairs.txt").write_text("1abc_B:A\n2abc_A:B\n")
+    """Two helices side by side in mmCIF files make one record per file."""
+    sequences = ["MKTAYIAKQRGGLV", "GSHMLEDPVRWK", "AVILMFYWSTNQ"]
     structures = tmp_path / "set"
     structures.mkdir()
-    for path in tmp_path.glob("*.cif"):
-        path.rename(structures / path.name)
-    text = RECIPE.format(steps=2, out=tmp_path / "run").replace(
-        "train: train.fasta, valid: valid.fasta", "train: set, valid: set"
-    )
-    text = text.replace("test: test.fasta", "test: set/0abc.cif, complexes: all")
-    (tmp_path / "recipe.yaml").write_text(text)
-    said = ran("finetune", tmp_path / "recipe.yaml")
-    assert "3 records of several chains of a file (0abc_A:B, 1abc_A:B, 2abc_A:B)" in said
+    for n, (first, second) in enumerate(zip(sequences, [*sequences[1:], sequences[2]], strict=True)):
+        lines = chain(first, "A") + chain(second, "B", shift=4)
+        (structures / f"{n}abc.cif").write_text(cif(lines, {"A": three(first), "B": three(second)}))
+    (tmp_path / "pairs.txt").write_text("1abc_B:A\n2abc_A:B\n")
+    data = "train: set, valid: set, test: set/0abc.cif, complexes: all"
+    text = RECIPE.replace("train: train.fasta, valid: valid.fasta, test: test.fasta", data)
+    (tmp_path / "recipe.yaml").write_text(text.format(steps=2, out=tmp_path / "run"))
+    err = ran("finetune", tmp_path / "recipe.yaml")
+    assert "3 records of several chains of a file (0abc_A:B, 1abc_A:B, 2abc_A:B)" in err
     rows = list(csv.DictReader((tmp_path / "run" / "per_protein.csv").read_text().splitlines()))
     assert [row["id"] for row in rows] == ["0abc_A:B"]
     assert float(rows[0]["interchain P@L/2"]) >= 0

@@ -1,4 +1,4 @@
-"""One run at a time in a directory: refused, taken over, lost; and a race of many processes."""
+"""The lock of a run directory: refused, taken over, lost, and raced for."""
 
 import json
 import os
@@ -18,15 +18,9 @@ from esmshard.train.run_dir import LOCK, Holder, Lock, abandoned, holder, proces
 
 @pytest.fixture(autouse=True)
 def _no_job(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (
-        "ESMSHARD_JOB_ID",
-        "SLURM_JOB_ID",
-        "SLURM_ARRAY_JOB_ID",
-        "SLURM_ARRAY_TASK_ID",
-        "TORCHELASTIC_RUN_ID",
-        LAUNCH,
-    ):
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name.startswith(("ESMSHARD_", "SLURM_", "TORCHELASTIC_", LAUNCH)):
+            monkeypatch.delenv(name)
 
 
 def write(out: Path, **changes: Any) -> None:
@@ -45,46 +39,44 @@ def refusal(out: Path) -> str:
     return str(caught.value)
 
 
-def test_a_lock_lies_in_the_directory_while_it_is_held(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_live_process_keeps_the_lock_and_a_killed_one_loses_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("ESMSHARD_JOB_ID", "17")
     out = tmp_path / "runs" / "one"
     with Lock(out) as held:
         text = json.loads((out / LOCK).read_text())
         assert (text["pid"], text["host"], text["job"]) == (os.getpid(), socket.gethostname(), "17")
         held.check()
-        # The same job, too: twice at once is once too often.
-        assert f"process {os.getpid()} on {socket.gethostname()}, job 17" in refusal(out)
-        assert "which is still running" in refusal(out)
-        assert "--take-over" not in refusal(out)
+        message = refusal(out)  # of the same job, too
+        assert f"process {os.getpid()} on {socket.gethostname()}, job 17, " in message
+        assert "which is still running" in message
+        assert "--take-over" not in message
         assert not abandoned(out)
     assert list(out.iterdir()) == []
     assert abandoned(out)
-
-
-def test_a_killed_process_of_this_machine_is_followed_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
     child = os.fork()
     if not child:
-        Lock(tmp_path).__enter__()
+        Lock(out).__enter__()
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
-    assert abandoned(tmp_path)
-    with Lock(tmp_path) as held:
+    assert abandoned(out)
+    monkeypatch.setenv("ESMSHARD_JOB_ID", "18")
+    with Lock(out) as held:
         held.check()
-        assert not abandoned(tmp_path)
-    assert f"process {child} on" in (said := capsys.readouterr().err)
-    assert "taken over: its process is gone" in said
-    assert list(tmp_path.iterdir()) == []
+        assert not abandoned(out)
+    assert f"process {child} on" in (err := capsys.readouterr().err)
+    assert "taken over: its process is gone" in err
+    assert list(out.iterdir()) == []
 
 
-def test_a_run_of_another_machine_is_followed_by_its_own_job_or_when_the_user_says_so(
+def test_a_run_of_another_machine_is_followed_by_its_job_or_on_request(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path)
     assert not abandoned(tmp_path)
-    assert "held by process 4242 on node7, job 17" in refusal(tmp_path)
-    assert "pass --take-over" in refusal(tmp_path)
+    assert "held by process 4242 on node7, job 17" in (message := refusal(tmp_path))
+    assert "pass --take-over" in message
     monkeypatch.setenv("SLURM_JOB_ID", "17")
     with Lock(tmp_path):
         assert "taken over: an earlier start of this job" in capsys.readouterr().err
@@ -94,7 +86,7 @@ def test_a_run_of_another_machine_is_followed_by_its_own_job_or_when_the_user_sa
 
 
 def test_ids_of_processes_are_told_apart(tmp_path: Path) -> None:
-    """Those of another boot, or of another container, say nothing; a later process of the same id is another one."""
+    """An id of another boot or container says nothing. A later process with the same id is another process."""
     boot, place = HERE["namespace"].split()
     for namespace in (f"other {place}", f"{boot} pid:[1]"):
         write(tmp_path, host=socket.gethostname(), namespace=namespace, pid=2**22)
@@ -128,8 +120,8 @@ def test_a_damaged_lock_is_left_to_the_user(tmp_path: Path) -> None:
         assert "an unknown run (lock.json is damaged)" in refusal(tmp_path)
     with Lock(tmp_path, take_over=True) as held:
         held.check()
-    (tmp_path / LOCK).write_bytes(b"")  # a lock that is just being written is no damaged one
-    writer = threading.Timer(0.3, write, (tmp_path,), MYSELF)
+    (tmp_path / LOCK).write_bytes(b"")  # a lock that is being written is not damaged
+    writer = threading.Timer(0.1, write, (tmp_path,), MYSELF)
     writer.start()
     assert "still running" in refusal(tmp_path)
     writer.join()

@@ -1,4 +1,4 @@
-"""Several runs of one recipe: which they are, how folds divide the records, and what is said of all of them."""
+"""Several runs of one recipe: the runs, the folds of the records, and the summary."""
 
 import json
 import math
@@ -82,22 +82,15 @@ def test_the_summary_has_mean_deviation_and_students_interval(tmp_path: Path, ti
         run.out.mkdir()
         (run.out / "evaluation.json").write_text(json.dumps(evaluation(value, 0.25)))
     text = summarise(tmp_path, runs)
-    found = json.loads((tmp_path / "summary.json").read_text())
-    row = found["metrics"]["fine-tuned"]["Spearman"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    row = summary["metrics"]["fine-tuned"]["Spearman"]
     assert (row["mean"], row["deviation"]) == pytest.approx((0.6, 0.1))
-    # Student's t for 2 degrees of freedom: 4.3027.
+    # 4.3027 is Student's t for 2 degrees of freedom.
     assert row["high"] - row["mean"] == pytest.approx(4.3027 * 0.1 / math.sqrt(3), abs=1e-5)
     assert row["mean"] - row["low"] == pytest.approx(row["high"] - row["mean"])
     assert row["runs"] == {"seed-3": 0.5, "seed-4": 0.6, "seed-5": 0.7}
-    assert found["metrics"]["mean"]["Spearman"]["deviation"] == 0
-    assert found["metrics"]["late"]["Spearman"]["mean"] is None
+    assert summary["metrics"]["mean"]["Spearman"]["deviation"] == 0
+    assert summary["metrics"]["late"]["Spearman"]["mean"] is None
     assert "fine-tuned  0.600 [0.352, 0.848]" in text
-    assert "late        -" in text
-    assert (
-        text.splitlines()[-1]
-        == found["verdict"]
-        == (
-            "Fine-tuning beat the best baseline, mean: Spearman 0.600 against 0.250, a difference of +0.350 "
-            "[+0.102, +0.598] (95%, Student's t, paired over 3 runs)."
-        )
-    )
+    assert text.splitlines()[-1] == summary["verdict"]
+    assert "a difference of +0.350 [+0.102, +0.598] (95%, Student's t, paired over 3 runs)" in summary["verdict"]

@@ -1,4 +1,4 @@
-"""status.json, metrics.jsonl, goodput and `esmshard status`, also of runs whose processes were killed."""
+"""status.json, metrics.jsonl, goodput and `esmshard status`, also for killed runs."""
 
 import json
 import os
@@ -40,38 +40,32 @@ def run(out: Path, **changes: Any) -> Path:
     return out
 
 
-def one(out: Path) -> dict[str, Any]:
-    (found,) = standings(out)
-    return found
-
-
 def test_a_run_of_this_machine(tmp_path: Path) -> None:
     run(tmp_path)
     with Lock(tmp_path):
-        found = one(tmp_path)
-        assert [found[key] for key in ("state", "step", "attempt")] == ["running", 200, 2]
-        assert EXIT_CODES[joint_state([found])] == 3
-        assert abs(found["last_seen"] - time.time()) < 100
-        assert f"process {os.getpid()}" in found["holder"]
-    found = one(tmp_path)  # the run could not write its last state
-    assert (found["state"], found["last_seen"], EXIT_CODES[joint_state([found])]) == ("failed", None, 1)
-    assert "after step 200" in found["message"]
+        (held,) = standings(tmp_path)
+    assert [held[key] for key in ("state", "step", "attempt")] == ["running", 200, 2]
+    assert EXIT_CODES[joint_state([held])] == 3
+    assert abs(held["last_seen"] - time.time()) < 100
+    assert f"process {os.getpid()}" in held["holder"]
+    (ended,) = standings(tmp_path)  # the run could not write its last state
+    assert (ended["state"], ended["last_seen"], EXIT_CODES[joint_state([ended])]) == ("failed", None, 1)
+    assert "after step 200" in ended["message"]
     assert json.loads((tmp_path / STATUS).read_text())["state"] == "running", "reading writes nothing"
     dead = Holder.here().model_copy(update={"pid": 2**22})  # a process that was killed leaves its lock
     (tmp_path / LOCK).write_text(dead.model_dump_json())
-    found = one(tmp_path)
-    assert (found["state"], found["holder"]) == ("failed", str(dead))
-    assert found["last_seen"] is not None, "it says when the run was last seen"
+    (killed,) = standings(tmp_path)
+    assert (killed["state"], killed["holder"]) == ("failed", str(dead))
+    assert killed["last_seen"] is not None
 
 
 def test_several_runs_and_their_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(tmp_path / "seed-0", state="done", exit_code=0)
     run(tmp_path / "seed-1", state="preempted", exit_code=75)
-    found = standings(tmp_path)
-    assert EXIT_CODES[joint_state(found)] == 75
-    assert status_text(found).splitlines() == [
-        "seed-0  done       step 200 of 380",
-        "seed-1  preempted  step 200 of 380",
+    assert EXIT_CODES[joint_state(runs := standings(tmp_path))] == 75
+    assert [line.split()[:2] for line in status_text(runs).splitlines()] == [
+        ["seed-0", "done"],
+        ["seed-1", "preempted"],
     ]
     monkeypatch.chdir(tmp_path / "seed-0")
     assert status_text(standings(Path())).startswith("seed-0  done")
@@ -92,21 +86,10 @@ def test_what_an_attempt_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_status(tmp_path) == json.loads((tmp_path / STATUS).read_text())
     with pytest.raises(Preempted), attempt:
         raise Preempted("asked to stop")
-    found = read_status(tmp_path)
-    assert found is not None
-    assert time.time() - found.pop("updated") < 100  # type: ignore[misc]
-    assert found == {
-        "state": "preempted",
-        "step": 1,
-        "steps": 6,
-        "attempt": 1,
-        "exit_code": 75,
-        "message": "asked to stop",
-        "checkpoint": None,
-        "started": 1000.0,
-        "job": "17",
-        "host": socket.gethostname(),
-    }
+    status: Any = read_status(tmp_path)
+    assert time.time() - status.pop("updated") < 100
+    expected = {"state": "preempted", "step": 1, "steps": 6, "attempt": 1, "exit_code": 75, "message": "asked to stop"}
+    assert status == expected | {"checkpoint": None, "started": 1000.0, "job": "17", "host": socket.gethostname()}
     lines = list(metrics_of(tmp_path))
     assert [line.get("event", line.get("step")) for line in lines] == ["attempt", 1, "first_step", "end"]
     assert lines[1]["loss"] is None
@@ -115,13 +98,12 @@ def test_what_an_attempt_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert begun_by_this_job(tmp_path)
     monkeypatch.setenv("ESMSHARD_JOB_ID", "18")
     assert not begun_by_this_job(tmp_path)
-    # The launcher speaks for processes that were killed.
+    # The launcher writes the status of killed processes.
     assert "exit code 137" in last_word(tmp_path / "never", 137)
     run(tmp_path)
     assert "failed (exit code 137)" in last_word(tmp_path, 137)
-    found = read_status(tmp_path)
-    assert found is not None
-    assert (found["state"], found["exit_code"], found["step"]) == ("failed", 137, 200)
+    status = read_status(tmp_path)
+    assert (status["state"], status["exit_code"], status["step"]) == ("failed", 137, 200)
 
 
 def step(n: int, time: float, step_s: float | None = 2.0) -> dict[str, Any]:
@@ -133,19 +115,15 @@ def attempt(n: int, started: float, lost: int = 0, seconds: float = 0.0) -> dict
     return {"event": "attempt", "attempt": n, **times, "from_step": 0, "steps_lost": lost, "seconds_lost": seconds}
 
 
-def first(seconds: float, time: float) -> dict[str, Any]:
-    return {"event": "first_step", "seconds": seconds, "time": time}
-
-
 def end(state: str, time: float) -> dict[str, Any]:
     return {"event": "end", "state": state, "time": time}
 
 
-# An attempt that was killed in its fifth step, 100 s long until the last line that it left.
+# An attempt that was killed in its fifth step. Its last line is from second 100.
 KILLED = [
     attempt(1, 1000.0),
     step(1, 1010.0, 4.0),
-    first(10.0, 1010.0),
+    {"event": "first_step", "seconds": 10.0, "time": 1010.0},
     step(2, 1012.0, 2.0),
     {"step": 2, "split": "valid", "loss": 1.0, "time": 1015.0},
     step(3, 1050.0, 3.0),
@@ -157,13 +135,13 @@ KILLED = [
 def test_goodput_of_an_unbroken_run_and_of_a_killed_one_that_goes_on() -> None:
     whole = goodput([*KILLED, end("done", 1120.0)])
     assert [*whole.values()] == [1, 0, 0.0, 14.0, 120.0, 14 / 120]
-    assert goodput(KILLED)["allocated_s"] == 100.0, "a running attempt counts as far as it came"
+    assert goodput(KILLED)["allocated_s"] == 100.0, "a running attempt counts to its last line"
     kept, lost, seconds = cut(KILLED, 2)
     assert kept == [*KILLED[:5], end("killed", 1100.0)]
     assert (lost, seconds) == (2, 8.0)
-    # The second attempt takes steps 3 and 4 again: 20 s, of which 9 in steps; the hour in the queue is nobody's.
+    # The second attempt repeats steps 3 and 4 in 20 s, 9 of them in steps. The hour in the queue does not count.
     begun = attempt(2, 5000.0, lost, seconds)
-    lines = [*kept, begun, step(3, 5011.0, 4.0), first(11.0, 5011.0), step(4, 5017.0, 5.0), end("done", 5020.0)]
+    lines = [*kept, begun, step(3, 5011.0, 4.0), step(4, 5017.0, 5.0), end("done", 5020.0)]
     assert [*goodput(lines).values()] == [2, 2, 8.0, 15.0, 120.0, 15 / 120]
     assert goodput_text(goodput(lines)).startswith("goodput 12%: 15s of 2m00s in steps that count; 2 attempts, 2 steps")
 
@@ -173,7 +151,7 @@ def test_lines_of_lost_steps_go_and_events_stay() -> None:
         assert cut(KILLED, done)[1] == lost
     assert cut(KILLED, 2, validated=False)[0] == [*KILLED[:4], end("killed", 1100.0)]
     once = cut(KILLED, 2)[0]
-    assert cut(once, 2) == (once, 0, 0.0), "two starts in a row that did not come to an attempt"
+    assert cut(once, 2) == (once, 0, 0.0), "two starts in a row without an attempt"
     ended = [attempt(1, 1000.0), step(1, 1010.0), step(2, 1012.0), end("preempted", 1030.0)]
     assert cut(ended, 1)[:2] == ([ended[0], ended[1], ended[3]], 1)
     idle = [attempt(1, 100.0), attempt(2, 200.0), end("failed", 207.0)]

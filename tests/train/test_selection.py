@@ -1,4 +1,4 @@
-"""What a recipe says of how long to train, what learns, and which model is taken."""
+"""Settings of a recipe: how long to train, which parameters, and which model."""
 
 import json
 from dataclasses import replace
@@ -10,12 +10,7 @@ import torch
 from model_files import TINY, edit_tensors, fair_esm, write_transformers
 
 from esmshard.errors import InputError
-from esmshard.model.families.esm2 import ESM2
-from esmshard.model.families.family_registry import SIZES
-from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
-from esmshard.recipe.sections import AdaptSettings
-from esmshard.tasks.contact import ContactSettings
 from esmshard.tasks.mlm import MlmSettings
 from esmshard.tasks.registry import new_task
 from esmshard.train import finetune
@@ -28,36 +23,12 @@ def lines(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def frozen(*parts: str) -> set[str]:
-    task = new_task(ContactSettings(name="contact", channels=4, blocks=0), {})
-    model = FineTuner(ESM2(SIZES["nano"]), task.head(SIZES["nano"]))
-    model.adapt(AdaptSettings(), 0)
-    before = {name for name, p in model.named_parameters() if p.requires_grad}
-    model.adapt(AdaptSettings(freeze=parts), 0)
-    return before - {name for name, p in model.named_parameters() if p.requires_grad}
-
-
-def test_what_is_frozen_does_not_learn() -> None:
-    assert frozen() == set()
-    assert frozen("embedding") == {"trunk.embed_tokens.weight"}
-    assert frozen("layers.1") == {name for name in frozen("layers.0-1") if name.startswith("trunk.layers.1.")}
-    assert {name.split(".")[2] for name in frozen("layers.0-1")} == {"0", "1"}
-    assert all(name.endswith("bias") and name.startswith("trunk.") for name in frozen("biases"))
-    norms = frozen("norms")
-    assert {name.split(".")[-2] for name in norms} == {
-        "self_attn_layer_norm",
-        "final_layer_norm",
-        "emb_layer_norm_after",
-    }
-    assert frozen("norms", "embedding") == norms | {"trunk.embed_tokens.weight"}
-
-
-def test_a_layer_that_is_not_there_is_refused_before_training(tiny_recipe: Path) -> None:
+def test_a_missing_layer_is_refused_before_training(tiny_recipe: Path) -> None:
     with pytest.raises(InputError, match=r"adapt.freeze: .*: the model has layers.0 to layers.1"):
         prepare(recipe_file.load(tiny_recipe, ["adapt.freeze=[layers.0-2]"]), 1, 1, CPU)
 
 
-def test_a_run_stops_when_validations_do_not_get_better_and_takes_the_best(tiny_recipe: Path) -> None:
+def test_early_stopping_ends_the_run_with_the_best_model(tiny_recipe: Path) -> None:
     options = ["train.steps=30", "train.eval_every=1", "train.early_stop=2", "checkpoint.keep=1"]
     options += ["optim.lr=1e-12", "optim.head_lr=1e-12"]  # nothing gets better than after the first step
     out = finetune.run(recipe_file.load(tiny_recipe, options))
@@ -66,7 +37,7 @@ def test_a_run_stops_when_validations_do_not_get_better_and_takes_the_best(tiny_
     assert json.loads((out / "status.json").read_text())["state"] == "done"
     assert json.loads((out / "model" / "esmshard.json").read_text())["step"] == 1
     finetune.run(recipe_file.load(tiny_recipe, options), "auto")
-    assert max(line["step"] for line in lines(out) if "loss" in line) == 3, "a run that has stopped does not go on"
+    assert max(line["step"] for line in lines(out) if "loss" in line) == 3, "a stopped run does not go on"
 
 
 def test_a_probe_is_fitted_without_a_step(tiny_recipe: Path) -> None:

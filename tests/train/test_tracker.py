@@ -1,10 +1,9 @@
-"""TensorBoard and W&B show what metrics.jsonl says, once; a tracker that fails does not touch the run."""
+"""TensorBoard and W&B show each number of metrics.jsonl once. A tracker that fails does not change the run."""
 
-import hashlib
+import itertools
 import json
 import os
 import signal
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.train import finetune, loop, tracking
-from esmshard.train.run_dir import metrics_of
+from esmshard.train.run_dir import is_step, metrics_of
 
 KEY = "0123456789abcdef0123456789abcdef01234567"
 BOTH = "track=[tensorboard, wandb]"
@@ -25,18 +24,15 @@ STEP = {
     *("epoch", "loss", "lr", "grad_norm", "records", "residues", "skipped", "step_s", "residues_per_s", "data_wait_s"),
     *("peak_memory_bytes", "allocation_retries"),
 }
-"""Of a step on a CPU, which knows no `mfu` and no `reserved_memory_bytes`."""
+"""The numbers of a step on a CPU, which has no `mfu` and no `reserved_memory_bytes`."""
 
 
-@dataclass
 class WandbRun:
-    """As much of a run at W&B as accelerate and we ask for."""
+    """The part of a run at W&B that accelerate and esmshard use."""
 
-    options: dict[str, Any]
-    rows: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
-    summary: dict[str, Any] = field(default_factory=dict)
-    config: dict[str, Any] = field(default_factory=dict)
-    exit_code: int | None = None
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.options, self.rows, self.exit_code = options, list[tuple[int, dict[str, Any]]](), -1
+        self.summary, self.config = dict[str, Any](), dict[str, Any]()
 
     def log(self, values: dict[str, Any], step: int) -> None:
         self.rows.append((step, values))
@@ -50,7 +46,7 @@ class WandbRun:
 
 @pytest.fixture
 def at_wandb(monkeypatch: pytest.MonkeyPatch) -> list[WandbRun]:
-    """The runs that W&B is told of, one for each attempt."""
+    """The runs at W&B, one for each attempt."""
     runs: list[WandbRun] = []
 
     def init(**options: Any) -> WandbRun:
@@ -65,14 +61,11 @@ def at_wandb(monkeypatch: pytest.MonkeyPatch) -> list[WandbRun]:
 
 
 def steps(out: Path) -> dict[int, dict[str, float]]:
-    """Numbers of metrics.jsonl by step."""
-    of_steps = [line for line in metrics_of(out) if "event" not in line and "split" not in line]
-    assert all(line.keys() >= STEP for line in of_steps)
-    return {line["step"]: {k: v for k, v in line.items() if k in STEP} for line in of_steps}
+    return {line["step"]: {k: line[k] for k in STEP} for line in metrics_of(out) if is_step(line)}
 
 
 def check_tensorboard(out: Path) -> dict[str, list[tuple[int, float]]]:
-    """Every number of every step, once, in single precision. By name: step and value of every event that is shown."""
+    """Each number of each step is shown once, in single precision. Return steps and values by name."""
     events = EventAccumulator(str(out / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     found = {tag: [(e.step, e.value) for e in events.Scalars(tag)] for tag in events.Tags()["scalars"]}
@@ -84,12 +77,11 @@ def check_tensorboard(out: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def at_step(patch: pytest.MonkeyPatch, number: int, act: Any) -> None:
-    """Before a step, while the run goes on as it is."""
-    real, calls = loop.train_step, []
+    """Call `act` before step `number`."""
+    real, calls = loop.train_step, itertools.count(1)
 
     def step(*arguments: Any, **options: Any) -> Any:
-        calls.append(1)
-        if len(calls) == number:
+        if next(calls) == number:
             act()
         return real(*arguments, **options)
 
@@ -110,7 +102,7 @@ def test_trackers_of_two_ranks_show_every_step(tiny_recipe: Path, monkeypatch: p
     assert list(steps(out)) == [1, 2, 3, 4, 5, 6]
     tested = json.loads((out / "evaluation.json").read_text())["metrics"]["fine-tuned"]
     assert check_tensorboard(out)["test/AUPRC"] == [(6, float(np.float32(tested["AUPRC"]["value"])))]
-    assert len(list((out / "tensorboard").glob("events.*"))) == 1, "one rank tells"
+    assert len(list((out / "tensorboard").glob("events.*"))) == 1, "one rank reports"
     (record,) = out.glob("wandb/offline-run-*/run-*.wandb")
     assert record.stem == f"run-{(out / 'wandb-id').read_text()}"
     for path in out.rglob("*"):
@@ -132,7 +124,7 @@ def test_runs_that_go_on_show_each_step_once(
     rows = [(step, row) for attempt in at_wandb for step, row in attempt.rows if "loss" in row]
     assert [step for step, _ in rows] == list(steps(out)) == [1, 2, 3, 4, 5, 6]
     assert {step: {k: v for k, v in row.items() if k in STEP} for step, row in rows} == steps(out)
-    # Back to step 4. TensorBoard hides steps 5 and 6 and has the new times of them; W&B keeps the first ones.
+    # Back to step 4. TensorBoard replaces steps 5 and 6, and W&B keeps the earlier ones.
     before = steps(out)
     run(tiny_recipe, *options, resume=str(out / "checkpoints" / "step_000004"))
     assert steps(out)[5]["step_s"] != before[5]["step_s"]
@@ -140,9 +132,8 @@ def test_runs_that_go_on_show_each_step_once(
     first, second, third = at_wandb
     assert third.rows == []
     assert len({attempt.options["id"] for attempt in at_wandb}) == 1
-    assert first.options["resume"] == "allow"
-    assert (first.options["project"], first.options["name"]) == ("esmshard", "seed-1")
-    assert first.options["group"] == out.parent.name, "runs over seeds belong together"
+    expected = {"resume": "allow", "project": "esmshard", "name": "seed-1", "group": out.parent.name}
+    assert first.options.items() >= expected.items()
     assert first.config["optim"]["lr"] == 3.0e-3
     assert (first.exit_code, first.summary["status"]) == (75, "preempted")
     assert (second.exit_code, second.summary["status"]) == (0, "done")
@@ -155,12 +146,11 @@ def test_a_tracker_that_fails_does_not_touch_the_run(
 ) -> None:
     """W&B refuses to begin; TensorBoard's writer breaks in the middle of the run."""
     out, other = tiny_recipe.with_name("run"), tiny_recipe.with_name("untracked")
-    run(tiny_recipe, "train.steps=3", f"out={other}")
+    run(tiny_recipe, "train.steps=2", f"out={other}")
     monkeypatch.setattr(wandb, "init", None)
     at_step(monkeypatch, 2, lambda: monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter.add_scalar", None))
-    run(tiny_recipe, "train.steps=3", BOTH)
-    digests = [hashlib.sha256((o / "model" / "model.safetensors").read_bytes()).hexdigest() for o in (out, other)]
-    assert digests[0] == digests[1]
+    run(tiny_recipe, "train.steps=2", BOTH)
+    assert len({(o / "model" / "model.safetensors").read_bytes() for o in (out, other)}) == 1
     assert not any((other / name).exists() for name in tracking.TRACKED)
     told = [line for line in capfd.readouterr().err.splitlines() if line.startswith("track:")]
     assert [line.split()[1] for line in told] == ["wandb", "tensorboard"]

@@ -35,7 +35,6 @@ class ProteinLabels:
     labelled_N: npt.NDArray[np.bool_]
     """Whether each protein has a label, bool [N]."""
     notices: list[str]
-    """Sentences about changed or missing labels."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
         """Return the label of record n as `target`: number float32 [T], class int64 [], multilabel float32 [C]."""
@@ -117,7 +116,7 @@ def protein_labels(
         table, store, fasta, id_column=id_column, same=same, labelled_R=labelled_R, required=required, edits=edits
     )
     values = values[row_N]
-    if kind == "multilabel":  # Index -1 selects the last row. Remove these classes again.
+    if kind == "multilabel":  # Index -1 selects the last row, so remove its classes.
         values.data[np.repeat(row_N < 0, np.diff(values.indptr))] = 0
         values.eliminate_zeros()
     else:
@@ -134,7 +133,7 @@ def _columns(table: Table | None, columns: Sequence[str]) -> Sequence[str]:
         for name in columns:
             table.column(name, NAME_LABEL)
     if len(set(columns)) < len(columns):
-        raise UsageError(f"columns has a name twice: {', '.join(map(shown, columns))}; leave one of them out")
+        raise UsageError(f"data.target: names a column twice: {', '.join(map(shown, columns))}; leave one of them out")
     return columns
 
 

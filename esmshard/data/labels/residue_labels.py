@@ -48,7 +48,6 @@ class ResidueLabels:
     offsets: npt.NDArray[np.int64]
     """Record n has the labels values[offsets[n] : offsets[n + 1]], int64 [N + 1]."""
     notices: list[str]
-    """Sentences about changed or missing labels."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
         """Return the read-only labels of record n as `target`, int8 (kind `class`) or float32 (kind `number`) [L]."""

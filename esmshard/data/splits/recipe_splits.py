@@ -259,7 +259,9 @@ def members(
     members_N = number_N == SETS.index(name)
     if not members_N.any():
         others = listed([f"{(number_N == k).sum():,} of {SETS[k]}" for k in np.unique(number_N)])
-        raise InputError(f"{path}: {where} has no record of {name} ({others}); mark records, or change data.{name}")
+        raise InputError(
+            f"{path}: {where} has no record of {name} ({others}); mark records as {name}, or change data.{name}"
+        )
     notice = f"{where} divides it: {members_N.sum():,} of {counted(len(number_N), 'record')} are of {name}"
     return members_N, [notice, *edits.notices()]
 

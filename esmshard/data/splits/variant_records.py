@@ -152,7 +152,9 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
     )
     for name in data.lower_is_better or ():
         if name not in variants.target_names:
-            raise UsageError(f"data.lower_is_better: {name} is no target; there is {', '.join(variants.target_names)}")
+            raise UsageError(
+                f"data.lower_is_better: {name} is no target; choose from {', '.join(variants.target_names)}"
+            )
     if data.transform == "log" and (low_N := (variants.target_NT <= 0).any(1)).any():
         rows = [variants.rows[n][0] for n in np.flatnonzero(low_N)]
         raise InputError(

@@ -104,11 +104,11 @@ _FIXED = {
     "ffn_bias": False,
     "pad_token_id": VOCABULARY.index("<pad>"),
 }
-"""The settings that all released AMPLIFY models share, and the defaults in the authors' code."""
+"""The settings that all released AMPLIFY models share. They are also the defaults in the authors' code."""
 
 
 class AmplifyFamily(Family):
-    """All AMPLIFY models."""
+    """Describes all AMPLIFY models."""
 
     title = "AMPLIFY"
     config = AmplifyConfig

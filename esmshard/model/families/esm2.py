@@ -39,7 +39,7 @@ from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import EOS, MASK, PAD, TOKENS, VOCAB_SIZE
 
 MASK_RATIO_TRAINED = 0.15 * 0.8
-"""The share of `<mask>` tokens in pre-training, which `_token_dropout` needs."""
+"""The share of `<mask>` tokens in pre-training, for `_token_dropout`."""
 
 TIED = "lm_head.weight"
 """The LM head's matrix, which is the same tensor as `embed_tokens.weight`."""
@@ -107,7 +107,6 @@ class TransformerLayer(TrunkBlock):
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, layer: int = 0, on_attention: OnAttention | None = None
     ) -> torch.Tensor:
-        """Map x [T, D] to [T, D]."""
         on_qk = partial(on_attention, layer) if on_attention is not None else None
         x_TD = x_TD + self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
         h_TF = F.gelu(self.fc1(self.final_layer_norm(x_TD)))  # Exact gelu. The tanh form differs by 5e-4.
@@ -330,8 +329,8 @@ class FairEsmFile(AuthorsFile):
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
         """Return the path of the `.pt` file. fair-esm reads the architecture from the beginning of the file name."""
         architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
-        named = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
-        return directory / (f"{stem}.pt" if named else f"{architecture}_{stem}.pt")
+        has_prefix = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
+        return directory / (f"{stem}.pt" if has_prefix else f"{architecture}_{stem}.pt")
 
     def write(self, file: Path, config: EsmConfig, tensors: dict[str, torch.Tensor]) -> list[Path]:
         """Write `NAME.pt` and `NAME-contact-regression.pt` for `esm.pretrained.load_model_and_alphabet_local`."""
@@ -358,7 +357,7 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
 
 
 class Esm2Family(EsmFamily):
-    """All ESM-2, ESM-1b and ESM-1v models."""
+    """Describes all ESM-2, ESM-1b and ESM-1v models."""
 
     title = "ESM-2"
     config = EsmConfig

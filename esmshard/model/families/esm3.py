@@ -50,7 +50,7 @@ from esmshard.vocab import CLS, EOS, PAD, SEPARATOR, Track
 STRUCTURE_TOKENS = 4096
 """The number of structure tokens. A structure token is a code for the structure around a residue."""
 STRUCTURE_MASK = STRUCTURE_TOKENS
-"""The structure token of a residue without a known structure."""
+"""The structure token of a residue whose structure is unknown."""
 STRUCTURE_SPECIAL = {token: STRUCTURE_MASK + 1 + n for n, token in enumerate((EOS, CLS, PAD, SEPARATOR))}
 """The structure token for each special token of the sequence, such as `<cls>`."""
 TABLES = {
@@ -158,12 +158,12 @@ class GeometricAttention(nn.Module):
             for vectors_L5H3, *frames_L in zip(*sequences, strict=True):
                 length = len(vectors_L5H3)
                 heads, rows = max(1, AT_ONCE // length**2), max(1, AT_ONCE // length)
-                of_heads: list[torch.Tensor] = []
+                outputs: list[torch.Tensor] = []
                 parts = zip(torch.split(vectors_L5H3, heads, 2), torch.split(scales_2H, heads, 1), strict=True)
                 for vectors_L5h3, scales_2h in parts:
                     queries = [slice(start, start + rows) for start in range(0, length, rows)]
-                    of_heads.append(torch.cat([gather(vectors_L5h3, scales_2h, *frames_L, part) for part in queries]))
-                gathered.append(torch.cat(of_heads, 1))
+                    outputs.append(torch.cat([gather(vectors_L5h3, scales_2h, *frames_L, part) for part in queries]))
+                gathered.append(torch.cat(outputs, 1))
         gathered_TH3 = torch.cat(gathered).masked_fill(~known_T[:, None, None], 0.0)
         return self.out_proj(gathered_TH3.flatten(1).to(vectors_T5H3.dtype))  # type: ignore[no-any-return]
 
@@ -374,7 +374,6 @@ def structure_tokens(
     path: Path, coordinates: npt.NDArray[np.floating], device: str | torch.device = "cpu"
 ) -> npt.NDArray[np.int64]:
     """Compute the structure tokens of one protein, int64 [L], each below 4,096. `path` is the authors' encoder file.
-
     `coordinates` [L, 3, 3] has N, CA and C of each residue in Ångström, and NaN for unknown coordinates. Residues
     without coordinates need rows, too, because the row is the position in the sequence.
     """
@@ -417,7 +416,7 @@ model.load_state_dict(state)""",
 
 
 class Esm3Family(Family):
-    """All ESM3 models."""
+    """Describes all ESM3 models."""
 
     title = "ESM3"
     config = Esm3Config

@@ -33,7 +33,7 @@ ROWS = 64
 """The number of embedding rows and of logits in ESM-C and ESM3. Only the first 33 rows are tokens."""
 
 HEAD = 64
-"""The width of an attention head in every published ESM-C and ESM3, which tensor shapes do not reveal."""
+"""The width of an attention head in every published ESM-C and ESM3. Tensor shapes do not reveal this number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,11 +98,10 @@ class _Gated(torch.autograd.Function):
 
 class RMSNorm(nn.RMSNorm):
     """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32. torch has one kernel for a GPU. On other
-    devices, `_RMSNorm` saves two vectors less for the backward pass than torch's operations.
+    devices, torch's operations would save two more vectors for the backward pass than `_RMSNorm`.
     """
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """Map x [T, D] to [T, D]."""
         assert self.eps is not None
         if x_TD.is_cuda or torch.compiler.is_compiling():
             return super().forward(x_TD)  # type: ignore[no-any-return]
@@ -292,7 +291,7 @@ _HOLDER = "Chan Zuckerberg Biohub and the ESM-C authors"
 
 
 class EsmcFamily(Family):
-    """All ESM-C models."""
+    """Describes all ESM-C models."""
 
     title = "ESM-C"
     config = EsmcConfig

@@ -113,7 +113,7 @@ class Corruption(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A model from files for the authors' code or for `transformers`."""
+    """A model that was opened from files."""
 
     config: ModelConfig
     tensors: dict[str, WeightReader]
@@ -143,8 +143,8 @@ class Family(ABC):
     paper: ClassVar[str]
     """The publication of the architecture: authors, year, journal and DOI or address."""
     window: ClassVar[int]
-    """The longest sequence in training, in residues, if `ModelConfig.window` is None. Longer proteins are scored and
-    embedded in windows of this length."""
+    """The length of the longest sequence in training, in residues, if `ModelConfig.window` is None. Longer proteins are
+    scored and embedded in windows of this length."""
     corruption: ClassVar[Corruption | None] = None
     """The changes in pre-training, for estimates of masked probabilities without masks. None if they are unknown, or if
     all predicted residues became `<mask>`."""

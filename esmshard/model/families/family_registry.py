@@ -26,7 +26,7 @@ RELEASED: dict[str, Released] = {name: model for family in FAMILIES.values() for
 WINDOW = "trained_window"
 """The key for `ModelConfig.window` in `config.json`. `transformers` ignores this key."""
 CHAINS = "joined_chains"
-"""The key for `ModelConfig.chains` in `config.json`, unless it is the default."""
+"""The key for `ModelConfig.chains` in `config.json`. The default is not written."""
 
 
 def released_name(name: str) -> str | None:
@@ -40,7 +40,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def window_of(config: ModelConfig) -> int:
-    """Return the longest sequence in the training of a model, in residues."""
+    """Return the length of the longest sequence in a model's training, in residues."""
     return family_of(config).window if config.window is None else config.window
 
 

@@ -95,7 +95,7 @@ _SU = "Su et al. 2024, ICLR, doi:10.1101/2023.10.01.560349"
 
 
 class SaprotFamily(EsmFamily):
-    """All SaProt models."""
+    """Describes all SaProt models."""
 
     title = "SaProt"
     config = SaprotConfig
