@@ -106,7 +106,7 @@ def exact_convolutions(device: torch.device) -> Iterator[None]:
     """Keep cuDNN from rounding the inputs of fp32 convolutions to TF32 (10 bits of mantissa) during a `with` block.
 
     Newer NVIDIA GPUs (from Ampere on) round by default, and contact maps then differ by 1e-3 between a GPU and a CPU.
-    The setting changes for the whole process, and only if `device`, the device of the weights, is a CUDA GPU.
+    The setting is valid for the whole process, and changes only if `device`, the device of the weights, is a CUDA GPU.
     """
     if device.type != "cuda":
         yield

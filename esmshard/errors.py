@@ -72,11 +72,8 @@ class RunFailed(RuntimeError):
 def reading(what: str, fix: str) -> Iterator[None]:
     """Raise an `InputError` when a wrong value in a file causes another error in a `with` block.
 
-    Use this function for files that esmshard writes, whose values nothing else checks.
-
-    Args:
-        what: the file that the block reads. The message begins with this text.
-        fix: what the user must do. The message ends with this text.
+    Use this function for files that esmshard writes, whose values nothing else checks. `what` names the file and begins
+    the message. `fix` says what the user must do and ends the message.
     """
     try:
         yield

@@ -272,9 +272,9 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     vector, whole, wide = d * size // together, d * size // layout.context, config.ffn_width * size // together
     products, output = 2 if config.gated else 1, int("fc2" in inputs)
     blocks = padding if device == "cuda-padded" else 1.0
-    # Input and the sum after attention; both normalised, and gathered by ranks that divide a layer; the vectors of the
-    # feed-forward part; q, k, v and attention's output. A layer does not keep the input of a frozen matrix. A CPU also
-    # concatenates the outputs, and a device that pads has padded copies.
+    # A layer keeps its input and the sum after attention, both also in normalised form (for all tokens, if ranks divide
+    # the layer); the vectors of the feed-forward part; q, k, v and attention's output. A layer does not keep the input
+    # of a frozen matrix. A CPU also concatenates attention's outputs, and a device that pads has padded copies.
     everything = 2 * vector + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
     everything += round(3 * vector * blocks)
     everything += vector if device == "cuda" else round(vector * (blocks + ("out" in inputs)))
@@ -282,7 +282,7 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
         everything += 2 * d * size
     if config.qk_norm:  # divided norms keep queries and keys in fp32, with and without normalisation
         everything += 2 * vector if tensor == 1 else 4 * FP32 * d // tensor
-    # Rotary angles, the log-sum-exp of attention, statistics of norms, and the inner vectors of LoRAs.
+    # These are rotary angles, attention's log-sum-exp, statistics of norms, and the inner vectors of LoRAs.
     everything += 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
     gathered = whole if tensor > 1 else 0
     if not numbers.layer_trained:  # the layer keeps nothing, and its peak is in the feed-forward part
@@ -353,8 +353,8 @@ def memory(
             layers = to_do
         return unpacked * at_work + (part.root_parameters + layers * in_full) * size
 
-    # Sizes of gradients: this rank's share of the model and of a layer; a layer's full gradients in its backward pass;
-    # the root's full gradients, which stay until the end; a layer's full gradients during their reduction.
+    # These are sizes of gradients: of this rank's share of the model and of a layer; of a layer in its backward pass;
+    # of the root, whose gradients stay until the end; and of a layer while its gradients are reduced.
     share, layer_share = stored_size * trained, stored_size * part.layer_trained // group
     whole, root = sharded * part.layer_trained * size, sharded * part.root_trained * size
     reduce = sharded * part.layer_trained * BYTES[layout.reduce_dtype]
@@ -506,7 +506,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     received = m * (n * (1 + gathers_again) * gather.received + root[0].received + exchange.received)
     received += (m if every else 1) * (n * reduce.received + root[1].received) + n * add.received + root[2].received
 
-    # Exposed are the first gather of a pass, the last reduction, and the root's collectives.
+    # The first gather of a pass, the last reduction, and the root's collectives are exposed.
     exposed = m * (exchange.seconds + root[0].seconds + gather.seconds + (n - 1) * max(0.0, gather.seconds - forward))
     gather_again = gathers_again * gather.seconds
     for last in [False] * (m - 1) + [True]:

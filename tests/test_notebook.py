@@ -32,17 +32,11 @@ def test_it_is_saved_without_results_and_runs(
     by_position = [float(value) for value in re.search(r"\[(.*)\]", printed[2])[1].split()]
     assert len(by_position) == 3
     assert min(by_position) > 0.4, "embeddings are better than no labels"
-    run = tmp_path / "runs" / "notebook"
-    assert printed[3].endswith(f"Run({str(run)!r}) done\n")
-    metrics = json.loads((run / "evaluation.json").read_text())["metrics"]
+    metrics = json.loads((tmp_path / "runs" / "notebook" / "evaluation.json").read_text())["metrics"]
     fine_tuned, zero_shot = (metrics[name]["Spearman"] for name in ("fine-tuned", "zero-shot"))
     assert fine_tuned["low"] > 0.4 > zero_shot["high"]
-    interval = f"{fine_tuned['value']:.2f} [{fine_tuned['low']:.2f}, {fine_tuned['high']:.2f}]"
-    assert printed[4].splitlines()[0].split(None, 1) == ["fine-tuned", interval]
-    ranked = [line.split() for line in printed[5].splitlines()]
-    values = [float(value) for _, value in ranked]
-    assert len({name for name, _ in ranked}) == 10
-    assert values == sorted(values, reverse=True)
+    values = [float(line.split()[1]) for line in printed[5].splitlines()]
+    assert len(values) == 10
     assert values[0] > 0.5, "the best of those measured are near 1"
     assert shown.count("image/png") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]

@@ -36,7 +36,6 @@ def test_the_wheel_holds_all_and_works_in_an_empty_directory(tmp_path: Path) -> 
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith(str(site)), "the test must not have run the clone's package"
     assert "train 776, valid 99, test 100" in done.stdout
-    assert f"{empty / 'runs' / 'contact'}" in done.stdout
     assert not list(empty.iterdir()), "a dry run writes nothing"
 
 

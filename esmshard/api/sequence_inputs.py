@@ -55,7 +55,7 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
     if isinstance(given, os.PathLike):
         return _of_file(Path(given), linker)
     edits, rules = Edits(), Rules(linker=linker)
-    alone, with_ids = isinstance(given, str), isinstance(given, Mapping)
+    is_single, with_ids = isinstance(given, str), isinstance(given, Mapping)
     if isinstance(given, str):
         if re.search(r"[./\\]", given):  # 'my.fasta' must not be read as a sequence with a gap.
             raise UsageError(f"{shown(given)!r} is no sequence; if it is a file, give a pathlib.Path")
@@ -68,7 +68,7 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
         raise InputError("there is no sequence; give at least one")
     tokens, names = [], []
     for key, text in pairs:
-        names.append(single if alone else f"sequences[{key!r}]")
+        names.append(single if is_single else f"sequences[{key!r}]")
         if not isinstance(text, str):
             raise InputError(f"{names[-1]} is of type {type(text).__name__}; a string of residues is expected")
         try:
@@ -85,7 +85,7 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
     for notice in edits.notices():
         _warn(notice)
     ids = [str(key) for key, _ in pairs] if with_ids else None
-    return SequenceInputs(tokens, names, alone, ids)
+    return SequenceInputs(tokens, names, is_single, ids)
 
 
 def as_list(given: Any, what: str) -> list[Any]:

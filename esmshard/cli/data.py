@@ -13,18 +13,15 @@ def ingest(
     fasta: Annotated[list[Path] | None, Argument(help="FASTA files or tables; - for standard input.")] = None,
     out: Annotated[Path | None, Option("-o", "--out", help="Directory of the store to make.")] = None,
     on_unknown: Annotated[
-        Literal["error", "mask", "drop"], Option(help="For symbols that are no residues; mask makes <mask>.")
+        Literal["error", "mask", "drop"], Option(help="What to do with symbols that are no residues.")
     ] = "error",
-    on_duplicate: Annotated[Literal["error", "first", "suffix"], Option(help="For an id that occurs twice.")] = "error",
-    on_nucleotides: Annotated[
-        Literal["error", "keep"], Option(help="For proteins that look like DNA or RNA.")
-    ] = "error",
+    on_duplicate: Annotated[Literal["error", "first", "suffix"], Option(help="For ids that occur twice.")] = "error",
+    on_nucleotides: Annotated[Literal["error", "keep"], Option(help="What to do with likely DNA or RNA.")] = "error",
     max_length: Annotated[
-        int | None, Option(min=8, max=1_000_000, help="Maximum number of residues of a record; needs --long.")
+        int | None, Option(min=8, max=10**6, help="Maximum residues of a record; needs --long.")
     ] = None,
     long: Annotated[
-        Literal["full", "crop", "window", "skip", "error"] | None,
-        Option(help="For sequences longer than --max-length."),
+        Literal["full", "crop", "window", "skip", "error"] | None, Option(help="What to do with longer sequences.")
     ] = None,
     sequence_column: SequenceColumn = None,
     id_column: IdColumn = None,

@@ -48,8 +48,7 @@ def embed(
         Literal["auto", "fp32", "bf16", "fp16"], Option(help="Precision; auto is the fastest.")
     ] = "auto",
     long: Annotated[
-        Literal["full", "window", "truncate"],
-        Option(help="For proteins longer than --window; windows overlap and are blended."),
+        Literal["full", "window", "truncate"], Option(help="What to do with proteins longer than --window.")
     ] = "full",
     window: Annotated[
         int | None, Option(min=2, help="Residues of a window, or after truncate; by default as in training.")

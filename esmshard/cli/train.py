@@ -20,9 +20,7 @@ def finetune(
     overrides: Overrides = None,
     nproc: LocalProcesses = None,
     device: Device = None,
-    resume: Annotated[
-        str | None, Option(metavar="auto|never|PATH", help="Continue a run; PATH is a run or a checkpoint.")
-    ] = None,
+    resume: Annotated[str | None, Option(metavar="auto|never|PATH", help="Continue a run or a checkpoint.")] = None,
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Check everything, print the planned run, and stop.")] = False,
     profile: Annotated[int, Option(min=0, max=1_000_000, metavar="N", help="Profile N steps with torch.")] = 0,
@@ -32,19 +30,12 @@ def finetune(
     max_restarts: Annotated[
         int, Option(min=0, max=1_000_000, metavar="N", help="Restart all processes up to N times after one is lost.")
     ] = 0,
-    seeds: Annotated[
-        int | None, Option(min=1, max=1_000, metavar="N", help="Train N times with different seeds (after --sweep, 3).")
-    ] = None,
-    folds: Annotated[
-        int | None,
-        Option(min=3, max=10_000, metavar="K", help="Cross-validate with K runs (for variants, 5 by default)."),
-    ] = None,
+    seeds: Annotated[int | None, Option(min=1, max=1_000, metavar="N", help="Train with N different seeds.")] = None,
+    folds: Annotated[int | None, Option(min=3, max=10_000, metavar="K", help="Cross-validate with K runs.")] = None,
     sweep: Annotated[
-        Path | None, Option(metavar="FILE", help="Search for the best values of the settings in this file.")
+        Path | None, Option(metavar="FILE", help="Search for the best values of the keys in FILE.")
     ] = None,
-    trials: Annotated[
-        int | None, Option(min=1, max=100_000, metavar="N", help="Trials of --sweep; by default 20, or all of a grid.")
-    ] = None,
+    trials: Annotated[int | None, Option(min=1, max=100_000, metavar="N", help="Trials of --sweep (20).")] = None,
     page: Annotated[bool, Option("--report/--no-report", help="Write report.html at the end.")] = True,
     take_over: Annotated[
         bool, Option("--take-over", help="Use the directory of a run that has ended on another machine.")

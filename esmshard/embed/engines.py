@@ -520,8 +520,8 @@ def forecast(asked: EmbedRequest, fasta: Path, reuse: Path | None = None) -> str
             check_fits(place, of_parts + of_file)
         treated = {"full": "computed whole", "window": "in overlapping windows", "truncate": "cut"}[long.mode]
         lines = [
-            f"records     {len(length_N):,} of {length_N.sum(dtype=np.int64):,} residues, longest {length_N.max():,}",
-            f"sequences   {plan['unique']:,} different ones: {plan['unique'] - copied:,} to compute, {copied:,} reused",
+            f"records     {len(length_N):,} with {length_N.sum(dtype=np.int64):,} residues, longest {length_N.max():,}",
+            f"sequences   {plan['unique']:,} different: {plan['unique'] - copied:,} to compute, {copied:,} reused",
             f"long        {(length_N > long.window).sum():,} records over {long.window:,} residues: {treated}",
             f"parts       {len(parts):,}, {size_text(of_parts)}",
         ]

@@ -162,20 +162,13 @@ def poison(value: float) -> Callable[[dict[str, torch.Tensor]], object]:
 
 
 def test_a_checkpoint_that_is_no_model_leaves_nothing(tmp_path: Path) -> None:
+    two, unfit = torch.ones(2), ".bias: do not fit"
     changes: list[tuple[Any, str, str]] = [
         (poison(float("nan")), "fp32", "layers.1.fc1.weight holds a value that is not finite"),
         (poison(1e6), "fp16", "too large for torch.float16"),
-        (lambda t: t.pop("model.trunk.layers.0.fc1.bias"), "fp32", "layers.0.fc1.bias: do not fit"),
-        (
-            lambda t: t.update({"model.trunk.layers.9.fc1.bias": torch.ones(2)}),
-            "fp32",
-            "layers.9.fc1.bias: do not fit",
-        ),
-        (
-            lambda t: t.update({"model.trunk.lm_head.bias": torch.ones(2)}),
-            "fp32",
-            "lm_head.bias: do not fit",
-        ),
+        (lambda t: t.pop("model.trunk.layers.0.fc1.bias"), "fp32", f"layers.0.fc1{unfit}"),
+        (lambda t: t.update({"model.trunk.layers.9.fc1.bias": two}), "fp32", f"layers.9.fc1{unfit}"),
+        (lambda t: t.update({"model.trunk.lm_head.bias": two}), "fp32", f"lm_head{unfit}"),
     ]
     for n, (change, dtype, says) in enumerate(changes):
         run = write_run(tmp_path / "runs" / str(n), change)

@@ -319,8 +319,8 @@ def test_a_dry_run_counts_what_the_run_writes(tmp_path: Path, name: str, how: di
     out = tmp_path / "out" / name
     lines = dict(line.split(None, 1) for line in forecast(request("starter", out, **how), fasta).splitlines())
     assert not list(out.parent.iterdir())
-    assert lines["records"] == "11 of 4,386 residues, longest 1,100"
-    assert lines["sequences"] == "9 different ones: 9 to compute, 0 reused"
+    assert lines["records"] == "11 with 4,386 residues, longest 1,100"
+    assert lines["sequences"] == "9 different: 9 to compute, 0 reused"
     long = how.get("long", Long("full", 1022))
     treated = {"full": "computed whole", "window": "in overlapping windows", "truncate": "cut"}[long.mode]
     assert lines["long"] == f"{3 if long.mode == 'full' else 8} records over {long.window:,} residues: {treated}"
@@ -338,7 +338,7 @@ def test_a_dry_run_refuses_what_cannot_be(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="contains mean_6, and no residue_6"):
         forecast(asked, fasta, tmp_path / "earlier")
     lines = forecast(request("starter", tmp_path / "x"), fasta, tmp_path / "earlier")
-    assert "8 different ones: 3 to compute, 5 reused" in lines
+    assert "8 different: 3 to compute, 5 reused" in lines
     monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(fasta.read_bytes())))
     assert forecast(request("starter", tmp_path / "x"), Path("-"), tmp_path / "earlier") == lines
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=1_000_000))

@@ -34,13 +34,8 @@ def _splits(directory: Path, target: Callable[[int, str], str] | None = None) ->
 def _contact(directory: Path) -> dict[str, Any]:
     write_subset(directory, "train", "train", range(size(16, 8)), unresolved=5)
     write_subset(directory, "valid", "valid", range(3))
-    return {
-        "train": "train.fasta",
-        "valid": "valid.fasta",
-        "test": "valid.fasta",
-        "long": "crop",
-        "max_length": LONGEST,
-    }
+    files = {"train": "train.fasta", "valid": "valid.fasta", "test": "valid.fasta"}
+    return {**files, "long": "crop", "max_length": LONGEST}
 
 
 def _numbers_of_residues(n: int, text: str) -> str:
@@ -110,13 +105,7 @@ def model_name() -> str:
 
 
 def written(directory: Path, case: str, **sections: Any) -> Path:
-    """The recipe of a case, and its files beside it.
-
-    Args:
-        directory: exists.
-        case: key of `CASES`.
-        sections: keys that are changed, section by section.
-    """
+    """The recipe of a case with changed sections, and its files beside it, in a directory that exists."""
     task, write = CASES[case]
     name = case.split("-", maxsplit=1)[0]
     recipe: dict[str, Any] = {
@@ -137,5 +126,4 @@ def written(directory: Path, case: str, **sections: Any) -> Path:
 
 
 def loaded(directory: Path, case: str, **sections: Any) -> Recipe:
-    """The recipe itself."""
     return recipe_file.load(written(directory, case, **sections))

@@ -10,9 +10,7 @@ from types import ModuleType
 
 REHEARSAL = os.environ.get("ESMSHARD_REHEARSAL") == "1"
 if REHEARSAL:
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # before anything asks for a GPU; processes that are started see none either
-    )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # before anything asks for a GPU; processes see none either
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -45,10 +45,8 @@ def distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def apart(found: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], floor: float = 1e-3) -> float:
-    """The largest norm of a difference of two tensors of one name, relative to the norm of the expected one.
-
-    A tensor whose norm is less than `floor` of all together is compared with that: the gradient of a bias of keys, for
-    one, is nothing but rounding.
+    """The largest norm of a difference of two tensors of one name, relative to the norm of the expected one, or to
+    `floor` of all together: the gradient of a bias of keys is nothing but rounding.
     """
     assert found.keys() == expected.keys()
     assert len(expected) > 0
@@ -107,9 +105,8 @@ def masked_pack(lengths: Sequence[int], seed: int = 0) -> tuple[TokenBatch, torc
 
 
 def random_weights(config: EsmConfig, seed: int = 0) -> Weights:
-    """Fresh weights whose biases, LayerNorms and contact regression are moved off 0 and 1: two of them that were
-    swapped would show. Attention is sharpened, so that its maps differ from pair to pair, and the embedding is larger
-    than a fresh one. `inv_freq` is rounded as in released files.
+    """Fresh weights whose biases, LayerNorms and contact regression are moved off 0 and 1, so that a swap shows, with
+    sharper attention and a larger embedding. `inv_freq` is rounded as in released files.
     """
     base, generator = weights.fresh(config, seed), torch.Generator().manual_seed(seed)
     state: dict[str, torch.Tensor] = {}

@@ -13,8 +13,7 @@ from shared import random_weights, size, start, steps, texts, write_model, write
 import esmshard
 from esmshard.batch import TokenBatch
 from esmshard.embed.compute import Computed, Embedder
-from esmshard.embed.engines import embed
-from esmshard.embed.spec import choose, request
+from esmshard.embed.spec import choose
 from esmshard.errors import InputError
 from esmshard.model.families.esm2 import ESM2, EsmConfig
 from esmshard.model.families.family_registry import SIZES
@@ -172,20 +171,3 @@ def test_packs_that_do_not_fit_are_halved_and_say_the_same(
         assert mine.windowed == 0
         for name, values in one.values.items():
             assert (mine.values[name] - values).abs().max() <= 1e-4 * values.abs().max()
-
-
-def test_the_command_for_embeddings_writes_what_the_model_says(
-    device: torch.device, varlen: None, directory: Path, tmp_path: Path
-) -> None:
-    """In the precision that `auto` takes, several packs, to a file."""
-    proteins = texts([30, 5, 17, 60] * size(40, 5))
-    fasta = tmp_path / "proteins.fasta"
-    fasta.write_text("".join(f">p{n}\n{text}\n" for n, text in enumerate(proteins)))
-    asked = request(str(directory), tmp_path / "out.npy", pools=["mean"])
-    assert asked.device.type == device.type
-    embed(asked, fasta, nproc=1, tokens=size(1000, 100))
-    found = np.load(tmp_path / "out.npy")
-    expected = np.stack(esmshard.load(directory, device="cpu").embed(proteins, "mean"))
-    assert found.shape == expected.shape
-    cosine = (found * expected).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(expected, axis=1)
-    assert cosine.min() > 0.999

@@ -76,14 +76,7 @@ class Training:
 
 
 def set_up(recipe: Recipe, device: torch.device, ranks: World | None = None, layout: Any = None) -> Training:
-    """As the main job does.
-
-    Args:
-        recipe: whose `tokens_per_rank` is a number.
-        device: to train on.
-        ranks: with a process group, FSDP lays the model out over it.
-        layout: in place of that which the recipe asks for.
-    """
+    """As the main job does, with FSDP over `ranks` that have a process group, and under `layout` if it is given."""
     ranks = ranks or alone(device)
     job = prepare(recipe, 1, 1, device)
     if layout is not None:

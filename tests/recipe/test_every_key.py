@@ -3,9 +3,8 @@ reads: each entry says what can be seen to differ when the key has another value
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -100,13 +99,11 @@ def write_variants(directory: Path) -> None:
     """Of a protein that repeats itself: one, two and three changes, one of them in two rows, one with a stop codon."""
     singles = [f"{letter}{n}{new}" for n, letter in enumerate(REPEAT, 1) for new in "DGW"]
     several = ["M1V:K2V", "T3V:A4V", "Y5V:I6V:A7V", "K8V:Q9V:R10V"]
-    rows = [
-        f"{name},{name.replace('W', 'F')},{100 if n == 3 else n + 1}" for n, name in enumerate([*singles, *several])
-    ]
-    (directory / "variants.csv").write_text("\n".join(["mutant,other,score", *rows]) + "\n")
-    (directory / "fewer.csv").write_text("\n".join(["mutant,other,score", *rows[:20]]) + "\n")
-    (directory / "twice.csv").write_text("\n".join(["mutant,other,score", *rows, *rows[:2]]) + "\n")
-    (directory / "stop.csv").write_text("\n".join(["mutant,other,score", *rows, "K2*,K2*,0"]) + "\n")
+    names = enumerate([*singles, *several])
+    rows = [f"{name},{name.replace('W', 'F')},{100 if n == 3 else n + 1}" for n, name in names]
+    tables = {"variants": rows, "fewer": rows[:20], "twice": [*rows, *rows[:2]], "stop": [*rows, "K2*,K2*,0"]}
+    for table, lines in tables.items():
+        (directory / f"{table}.csv").write_text("\n".join(["mutant,other,score", *lines]) + "\n")
     (directory / "repeat.fasta").write_text(f">twice\n{REPEAT * 2}\n")
     (directory / "tail.fasta").write_text(f">tail\n{REPEAT}GGGGGGGGGG\n")
 
@@ -121,7 +118,7 @@ def task_of(recipe: Recipe) -> Task:
 
 
 def head(recipe: Recipe) -> dict[str, Any]:
-    """The names and shapes of the parameters of a new head, and its dropouts."""
+    """Names and shapes of the parameters of a new head, and its dropouts."""
     with torch.device("meta"):
         made = task_of(recipe).head(SIZES["nano"])
     shapes = {name: t.shape for name, t in made.state_dict().items()}
@@ -130,10 +127,6 @@ def head(recipe: Recipe) -> dict[str, Any]:
 
 def columns(recipe: Recipe) -> tuple[str, ...]:
     return new_task(recipe.task, {"classes": ["a", "b", "c"], "targets": ["y"]}).columns
-
-
-def hidden_residues(recipe: Recipe) -> int:
-    return sum(len(target) for target in examples(recipe)[1])
 
 
 def examples(recipe: Recipe) -> tuple[Any, list[torch.Tensor]]:
@@ -217,8 +210,12 @@ class _EnoughSeenError(Exception):
     """Ends a run where its training ends."""
 
 
+def stop(*_: object, **__: object) -> None:
+    raise _EnoughSeenError
+
+
 def run(recipe: Recipe) -> list[Any]:
-    """What a run asks of its steps, validations and checkpoints, in order; none of them is carried out."""
+    """What a run asks of its steps, validations and checkpoints, in order; none is carried out."""
     asked: list[Any] = []
 
     def step(
@@ -248,9 +245,6 @@ def run(recipe: Recipe) -> list[Any]:
         def save(self, step: int, tensors: Any, state: Any, best: bool) -> None:
             asked.append(("save", step, best))
 
-    def stop(*_: object, **__: object) -> None:
-        raise _EnoughSeenError
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(loop, "train_step", step)
         patch.setattr(finetune.evaluate, "validate", validate)
@@ -277,12 +271,12 @@ def timeouts(recipe: Recipe) -> list[dict[str, Any]]:
     """What watches over the processes gets to know."""
     found: list[dict[str, Any]] = []
 
-    def stop(start_timeout: int, step_timeout: int, **_: object) -> None:
+    def watch(start_timeout: int, step_timeout: int, **_: object) -> None:
         found.append({"start": start_timeout, "step": step_timeout})
-        raise _EnoughSeenError
+        stop()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finetune, "world", stop)
+        patch.setattr(finetune, "world", watch)
         with pytest.raises(_EnoughSeenError):
             finetune.run(recipe, overwrite=True)
     return found
@@ -301,14 +295,12 @@ def fed(recipe: Recipe) -> list[str]:
     return found
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
+    """What differs when the key has another value, this value, and overrides under which the key means something."""
+
     seen: Callable[[Recipe], Any]
-    """Differs when the key has the other value."""
     value: str
-    """The other one."""
     base: tuple[str, ...] = ()
-    """Overrides under which the key means something."""
 
 
 KEYS = {
@@ -316,7 +308,7 @@ KEYS = {
     "contact.head": Key(head, "both"),
     "contact.channels": Key(head, "8"),
     "contact.blocks": Key(head, "2"),
-    "mlm.mask": Key(hidden_residues, "0.3", ("task={name: mlm}",)),
+    "mlm.mask": Key(targets, "0.3", ("task={name: mlm}",)),
     "residue.kind": Key(columns, "number", RESIDUE),
     "residue.classes": Key(head, "[HE, C]", RESIDUE),
     "residue.balance": Key(loss, "1.0", RESIDUE),

@@ -40,9 +40,8 @@ def test_every_trainable_parameter_is_in_its_group() -> None:
         "head.out.bias": (1e-3, 0.0),
     }
     assert {name: named[name] for name in expected} == expected
-    assert {name for name, group in named.items() if group} == {
-        name for name, p in tuner.named_parameters() if p.requires_grad
-    }
+    trained = {name for name, p in tuner.named_parameters() if p.requires_grad}
+    assert {name for name, group in named.items() if group} == trained
     assert named["trunk.contact_head.regression.weight"] is named["trunk.lm_head.dense.weight"] is None
     named = groups(model(LORA))
     assert named["trunk.layers.0.self_attn.k_proj.lora_A.weight"] == (1e-5, 0.1)

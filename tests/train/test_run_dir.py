@@ -11,24 +11,8 @@ import pytest
 
 from esmshard.errors import UsageError
 from esmshard.parallel.preemption import Preempted
-from esmshard.train.run_dir import (
-    EXIT_CODES,
-    LOCK,
-    STATUS,
-    Attempt,
-    Holder,
-    Lock,
-    begun_by_this_job,
-    cut,
-    goodput,
-    goodput_text,
-    joint_state,
-    last_word,
-    metrics_of,
-    read_status,
-    standings,
-    status_text,
-)
+from esmshard.train import run_dir
+from esmshard.train.run_dir import EXIT_CODES, LOCK, STATUS, Attempt, Holder, Lock, cut, goodput, joint_state, standings
 
 
 def run(out: Path, **changes: Any) -> Path:
@@ -63,12 +47,9 @@ def test_several_runs_and_their_exit_code(tmp_path: Path, monkeypatch: pytest.Mo
     run(tmp_path / "seed-0", state="done", exit_code=0)
     run(tmp_path / "seed-1", state="preempted", exit_code=75)
     assert EXIT_CODES[joint_state(runs := standings(tmp_path))] == 75
-    assert [line.split()[:2] for line in status_text(runs).splitlines()] == [
-        ["seed-0", "done"],
-        ["seed-1", "preempted"],
-    ]
+    assert [line.split()[1] for line in run_dir.status_text(runs).splitlines()] == ["done", "preempted"]
     monkeypatch.chdir(tmp_path / "seed-0")
-    assert status_text(standings(Path())).startswith("seed-0  done")
+    assert run_dir.status_text(standings(Path())).startswith("seed-0  done")
     run(tmp_path / "seed-2")
     assert EXIT_CODES[joint_state(standings(tmp_path))] == 1
     with Lock(tmp_path / "seed-2"):
@@ -83,26 +64,26 @@ def test_what_an_attempt_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monk
     attempt.open(True, 6)
     attempt.begin(0)
     attempt.step_done({"step": 1, "loss": float("nan"), "step_s": 2.0})
-    assert read_status(tmp_path) == json.loads((tmp_path / STATUS).read_text())
+    assert run_dir.read_status(tmp_path) == json.loads((tmp_path / STATUS).read_text())
     with pytest.raises(Preempted), attempt:
         raise Preempted("asked to stop")
-    status: Any = read_status(tmp_path)
+    status: Any = run_dir.read_status(tmp_path)
     assert time.time() - status.pop("updated") < 100
     expected = {"state": "preempted", "step": 1, "steps": 6, "attempt": 1, "exit_code": 75, "message": "asked to stop"}
     assert status == expected | {"checkpoint": None, "started": 1000.0, "job": "17", "host": socket.gethostname()}
-    lines = list(metrics_of(tmp_path))
+    lines = list(run_dir.metrics_of(tmp_path))
     assert [line.get("event", line.get("step")) for line in lines] == ["attempt", 1, "first_step", "end"]
     assert lines[1]["loss"] is None
-    assert [*metrics_of(tmp_path, tail=80)] == lines[-1:], "a line that is cut off is left out"
+    assert [*run_dir.metrics_of(tmp_path, tail=80)] == lines[-1:], "a line that is cut off is left out"
     assert not (tmp_path / LOCK).exists()
-    assert begun_by_this_job(tmp_path)
+    assert run_dir.begun_by_this_job(tmp_path)
     monkeypatch.setenv("ESMSHARD_JOB_ID", "18")
-    assert not begun_by_this_job(tmp_path)
+    assert not run_dir.begun_by_this_job(tmp_path)
     # The launcher writes the status of killed processes.
-    assert "exit code 137" in last_word(tmp_path / "never", 137)
+    assert "exit code 137" in run_dir.last_word(tmp_path / "never", 137)
     run(tmp_path)
-    assert "failed (exit code 137)" in last_word(tmp_path, 137)
-    status = read_status(tmp_path)
+    assert "failed (exit code 137)" in run_dir.last_word(tmp_path, 137)
+    status = run_dir.read_status(tmp_path)
     assert (status["state"], status["exit_code"], status["step"]) == ("failed", 137, 200)
 
 
@@ -143,7 +124,9 @@ def test_goodput_of_an_unbroken_run_and_of_a_killed_one_that_goes_on() -> None:
     begun = attempt(2, 5000.0, lost, seconds)
     lines = [*kept, begun, step(3, 5011.0, 4.0), step(4, 5017.0, 5.0), end("done", 5020.0)]
     assert [*goodput(lines).values()] == [2, 2, 8.0, 15.0, 120.0, 15 / 120]
-    assert goodput_text(goodput(lines)).startswith("goodput 12%: 15s of 2m00s in steps that count; 2 attempts, 2 steps")
+    assert run_dir.goodput_text(goodput(lines)).startswith(
+        "goodput 12%: 15s of 2m00s in steps that count; 2 attempts, 2 steps"
+    )
 
 
 def test_lines_of_lost_steps_go_and_events_stay() -> None:

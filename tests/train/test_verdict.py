@@ -39,14 +39,9 @@ def test_one_sentence(ours: float, theirs: float, limits: tuple[float, float], l
 
 COLUMNS = ("P@L", "rare")
 TASK: Any = SimpleNamespace(
-    columns=COLUMNS,
-    lower_is_better=False,
-    facts={},
-    summary=lambda rows: means(rows, COLUMNS),
-    names=(),
-    settings=SimpleNamespace(pairs=False),
-    units=lambda _data: (None, "record"),
+    columns=COLUMNS, lower_is_better=False, facts={}, names=(), settings=SimpleNamespace(pairs=False)
 )
+TASK.summary, TASK.units = lambda rows: means(rows, COLUMNS), lambda _data: (None, "record")
 
 
 class Records(list[int]):
