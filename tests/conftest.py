@@ -31,7 +31,7 @@ out: {out}
 
 
 LONG = {
-    *("equality", "cli", "adapted_runs", "saver", "sharded_runs", "stuck_ranks", "attempts", "variants_command"),
+    *("equality", "cli", "adapted_runs", "saver", "pair_runs", "stuck_ranks", "attempts", "variants_command"),
     *("landscape", "shipped_recipes", "engines", "embed_job", "parts", "tracker", "embed_in_bucket", "gpu_runner"),
     *("elastic", "slurm_run", "kubernetes"),
 }
