@@ -23,8 +23,8 @@ import torch
 from esmshard.vocab import CLS, EOS, MASK, SEPARATOR
 
 Context = Literal["wild_type", "masked", "variant"]
-"""The sequence from which the language model predicts the changed residues of a variant: the wild type, the variant with
-masks in place of its changes, or the variant."""
+"""The sequence from which the language model predicts the changed residues of a variant: the wild type, the variant
+with masks in place of its changes, or the variant."""
 
 
 @dataclass(frozen=True)

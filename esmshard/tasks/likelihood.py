@@ -138,5 +138,3 @@ def fit_line(score_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]
     if min(deviations) > 0:
         slope = max(LEAST_SLOPE, float(np.corrcoef(x_N, y_N)[0, 1])) * deviations[1] / deviations[0]
     return slope, float(y_N.mean() - slope * x_N.mean())
-
-

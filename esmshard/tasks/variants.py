@@ -85,10 +85,10 @@ class VariantSettings(TaskSettings):
     the zero-shot score of the language model, which is fine-tuned. This head adds no parameters. It suits one target
     with up to some hundred measurements."""
     pool: Pool = "wild_type"
-    """The input of the head `network`. `wild_type`: the wild type's representation at each mutated residue, and the old and new
-    amino acids. One forward pass of the wild type serves all variants of a step. `sites`: in addition, the difference
-    between the representations of variant and wild type at this residue, which needs a forward pass for each variant.
-    `difference`: only the difference. `mean`: the mean representation over all residues of the variant."""
+    """The input of the head `network`. `wild_type`: the wild type's representation at each mutated residue, and the old
+    and new amino acids. One forward pass of the wild type serves all variants of a step. `sites`: in addition, the
+    difference between the representations of variant and wild type at this residue, which needs a forward pass for each
+    variant. `difference`: only the difference. `mean`: the mean representation over all residues of the variant."""
     zero_shot: bool = True
     """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of log
     p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also read
@@ -322,8 +322,9 @@ class VariantTask(Task):
     """Predicts measured values of variants. Outputs: T standardised numbers, one for each target [T].
 
     Facts: `targets` (names), `lower_is_better` (names of targets), `scales` (arguments of `Scale`) and `protein` (the
-    wild type). `line` (slope and intercept) converts a score of the head `likelihood` to a standardised number. `first` and `length` describe the part of the protein that the model reads, and `tracks`, if any, belong
-    to this part. `offset` is the number that was added to the positions of the table.
+    wild type). `first` and `length` describe the part of the protein that the model reads, and `tracks`, if any, belong
+    to this part. `offset` is the number that was added to the positions of the table. `line` has the slope and the
+    intercept that convert a score of the head `likelihood` to a standardised number.
     """
 
     Settings = VariantSettings
