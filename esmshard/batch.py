@@ -58,23 +58,23 @@ class TokenBatch:
     """For each sequence, the number of its entries in `logits_at_P`."""
     changes_4M: torch.Tensor | None = None
     """int64 [4, M]: a column for each changed residue in the variants of one protein; None without variants. The rows
-    are: variant number, new token, index of the residue in `tokens_T`, and index of the same residue in the wild type.
-    The wild type is the last sequence of the batch."""
+    are: index of the variant, new token, index in `tokens_T` of the new residue, and index in `tokens_T` of the wild
+    type's residue. The wild type is the last sequence of the batch."""
     n_variants: int | None = None
-    """The number of variants of one protein, even if `tokens_T` contains only the wild type; None for other batches."""
+    """The number of variants, even if `tokens_T` contains only their wild type; None for batches without variants."""
     linked_N: tuple[int, ...] = ()
-    """For each sequence, the number of tokens `esmshard.vocab.SEPARATOR`; empty if each sequence is a single chain."""
+    """The number of `esmshard.vocab.SEPARATOR` tokens in each sequence; empty if each sequence is a single chain."""
     draw_N: torch.Tensor | None = None
     """int32 [N]: a dropout seed for each record or variant (`esmshard.model.finetuner`). None outside training."""
     tracks: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """The tracks (`esmshard.vocab.Track`) by name, [T, ...] each. An absent track counts as unknown."""
+    """The tracks (`esmshard.vocab.Track`) by name, [T, ...] each. All values of an absent track count as unknown."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1
 
     @property
     def n_records(self) -> int:
-        """The number of variants of one protein, or the number of sequences in other batches."""
+        """The number of variants, or the number of sequences in a batch without variants."""
         return len(self) if self.n_variants is None else self.n_variants
 
     @property
@@ -98,7 +98,7 @@ class TokenBatch:
         return [x_TD[start + 1 : end - 1] for start, end in zip(self.bounds, self.bounds[1:], strict=False)]
 
     def means(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
-        """Return the mean vector [D] over the residues of each sequence. Linkers between chains are left out."""
+        """Return the mean vector [D] over the residues of each sequence. `SEPARATOR` tokens are left out."""
         means = [x_LD.mean(0) for x_LD in self.residues(x_TD)]
         if self.linked_N:
             tokens = self.residues(self.tokens_T)
@@ -137,7 +137,7 @@ def pack(
 
     Args:
         tokens: the tokens of each sequence, uint8 [L + 2].
-        record_ids: the id of each sequence; numbers by default.
+        record_ids: the id of each sequence; "0", "1", ... by default.
         logits_at: for each sequence, the positions that get logits; `<cls>` is position 0.
         tracks: for each sequence, arrays [L + 2, ...] by track name. All sequences must have the same tracks.
     """
@@ -145,10 +145,10 @@ def pack(
         raise ValueError("a batch needs at least one sequence")
     for name, values in (("ids", record_ids), ("places", logits_at), ("tracks", tracks)):
         if values is not None and len(values) != len(tokens):
-            raise ValueError(f"{len(values)} {name} for {len(tokens)} sequences")
+            raise ValueError(f"{len(values)} {name} for {len(tokens)} sequences; pass one for each sequence")
     for k, sequence in enumerate(tokens):
         if len(sequence) < 3 or sequence[0] != CLS or sequence[-1] != EOS:
-            raise ValueError(f"sequence {k} of the batch is not <cls> residues <eos>")
+            raise ValueError(f"sequence {k} of the batch must be <cls>, at least one residue, and <eos>")
     lengths = [len(t) for t in tokens]
     linked = tuple(int(np.count_nonzero(t == SEPARATOR)) for t in tokens)
     bounds = np.concatenate([[0], np.cumsum(lengths)])
@@ -189,14 +189,14 @@ def pack_variants(
     Args:
         tokens: the tokens of each variant, uint8 [L + 2].
         wild_type: the tokens of the wild type, uint8 [L + 2].
-        record_ids: the ids of the variants; numbers by default.
+        record_ids: the ids of the variants; "0", "1", ... by default.
         logits_from: the sequence for which the language model computes logits at the M changed residues, if any.
         alone: whether the batch contains only the wild type, and no variant.
         tracks: arrays [L + 2, ...] by track name, for the wild type and all variants.
     """
     length = len(wild_type)
     if any(len(variant) != length for variant in tokens):
-        raise ValueError("a variant has another length than the wild type")
+        raise ValueError("each variant must be as long as the wild type")
     tokens_NL = np.stack(tokens)
     record_M, place_M = np.nonzero(tokens_NL != wild_type)
     before_M = 0 if alone else record_M * length
@@ -227,7 +227,7 @@ class Inputs:
     logits_at: npt.NDArray[np.int64] | None = None
     """Positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
-    """For a variant, the tokens of its wild type. All inputs of a batch share one wild type, which is packed once."""
+    """For a variant, the tokens of its wild type; otherwise None. All inputs of a batch have the same wild type."""
     logits_from: Context | None = None
     """For a variant, the sequence whose logits at the changed residues the task head needs; None for no logits."""
     wild_type_alone: bool = False
@@ -245,7 +245,7 @@ class Inputs:
 
 
 def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) -> TokenBatch:
-    """Put inputs into one `TokenBatch`. By default, `record_ids` are numbers."""
+    """Put inputs into one `TokenBatch`. By default, `record_ids` are "0", "1", and so on."""
     first = inputs[0]
     if first.wild_type is not None:
         return pack_variants(

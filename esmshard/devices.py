@@ -27,7 +27,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def chosen_device(name: DeviceName = None) -> torch.device:
-    """Return the device with this name; by default the first CUDA GPU, else Apple's GPU, else the CPU.
+    """Return the device `name`; by default the first CUDA GPU, else Apple's GPU, else the CPU.
 
     Args:
         name: `cpu`, `cuda` (the first GPU; with several processes, one GPU for each process), `cuda:N` or `mps`.
@@ -50,8 +50,8 @@ def chosen_device(name: DeviceName = None) -> torch.device:
         cuda_names = ["cuda:0" if gpus == 1 else f"cuda:0 to cuda:{gpus - 1}"] if gpus else []
         names = " and ".join(["cpu", *cuda_names, *(["mps"] if on_apple else [])])
         raise UsageError(
-            f"device {name}: this machine has {names}, as torch {torch.__version__} sees it; pass one that it has, "
-            "or run `esmshard doctor` to see why a GPU is missing"
+            f"device {name}: this machine has {names}, as torch {torch.__version__} sees it; pass one of these "
+            "names, or run `esmshard doctor` to see why a GPU is missing"
         )
     return torch.device("cpu") if device.type == "cpu" else device
 
@@ -68,7 +68,7 @@ def side_by_side(
 
     On the CPU, each core computes a different batch. This is 1.15 times as fast as all cores together on one batch.
     With fewer than two batches for each core, or with `threads=False`, all cores compute one batch at a time. Pass
-    `threads=False` if several processes compute the model together (`Trunk.shared_on`), and calls may not overlap.
+    `threads=False` if calls may not overlap, because several processes compute the model together (`Trunk.shared_on`).
     """
     workers = packs_at_once(device) if threads else 1
 

@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     FAILED = 1
     """Data, weights or a checkpoint cannot be used, or a run has failed."""
     USAGE = 2
-    """The command line or the recipe is wrong. The command has begun no work."""
+    """The command line or the recipe is wrong. The command has not started its work."""
     RUNNING = 3
     """The code of `esmshard status` for a run that has not ended."""
     LOST = 69
@@ -70,7 +70,7 @@ class RunFailed(RuntimeError):
 
 @contextmanager
 def reading(what: str, fix: str) -> Iterator[None]:
-    """Raise an `InputError` when a wrong value in a file causes another error in a `with` block.
+    """Raise an `InputError` in place of another error, such as KeyError, that a damaged file causes in a `with` block.
 
     Use this function for files that esmshard writes, whose values nothing else checks. `what` names the file and begins
     the message. `fix` says what the user must do and ends the message.
@@ -80,7 +80,7 @@ def reading(what: str, fix: str) -> Iterator[None]:
     except InputError:
         raise
     except KeyError as error:
-        raise InputError(f"{what}: damaged ({error} is missing in it); {fix}") from error
+        raise InputError(f"{what}: damaged ({error} is missing); {fix}") from error
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, StopIteration) as error:
         raise InputError(f"{what}: damaged ({' '.join(str(error).split())}); {fix}") from error
 

@@ -146,9 +146,9 @@ class Machines:
 def parse(text: str, nodes: int = 1, network_gbit: float = 200, memory_gb: float | None = None) -> Machines:
     """Read the GPUs of one machine from a text such as `8xA100-40GB`, `A100-80GB` or `4xL4`.
 
-    `network_gbit` is the network speed for each GPU, in Gbit/s. With `memory_gb`, the GPU may be unknown; the plan then
-    assumes the speeds of an A10G, so only the order of strategies is useful. Raises `UsageError` if the GPU is unknown,
-    or a number is too small.
+    `network_gbit` is the network speed for each GPU, in Gbit/s. With `memory_gb`, any name is allowed. The plan then
+    assumes the speeds of an A10G, so only the order of strategies is useful. Raises `UsageError` if the name fits
+    no GPU or several GPUs of `GPUS`, or a number is too small.
     """
     count, name = re.fullmatch(r"(?:(\d+) ?x ?)?(.*)", text.strip(), re.IGNORECASE).groups()  # type: ignore[union-attr]
     per_machine, plain = int(count or 1), name.upper().replace(" ", "")
@@ -203,8 +203,8 @@ def numbers_of(
 ) -> ModelNumbers:
     """Count the parameters of a model with `layers`. Call this function after `FineTuner.adapt` and before `shard`.
 
-    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, the number of
-    trained parameters is the mean over all layers, and `inputs` are from a trained layer.
+    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen,
+    `layer_trained` is the mean over all layers, and `inputs` describes the layer with the most trained parameters.
     """
 
     def count(module: nn.Module, trained: bool = False) -> int:
@@ -236,7 +236,7 @@ KINDS = ("parameters", "gradients", "optimizer", "gathered", "activations", "hea
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Divides the memory of one rank at the peak of a step by purpose, in bytes."""
+    """The memory of one rank at the peak of a step, by purpose, in bytes."""
 
     when: str  # the moment of the peak, such as "optimizer step"
     parameters: int  # this rank's share of the fp32 weights, and all quantised weights
@@ -458,8 +458,8 @@ class Cost:
 def our_passes(numbers: ModelNumbers) -> float:
     """Return how many vectors of width D a layer's element-wise kernels read or write for a token in a forward pass.
 
-    These are 4 for norms, 29 for the rotation (in fp32), 6 for sums, and 4 for norms of queries and keys. 2 more for
-    gelu, or 5 for a gate, have the feed-forward width. A compiled layer needs about half.
+    These are 4 for norms, 29 for the rotation (in fp32), 6 for sums, and 4 for norms of queries and keys. A gelu adds 2
+    vectors of the feed-forward width, and a gate 5. A compiled layer needs about half.
     """
     config = numbers.config
     return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
@@ -469,8 +469,8 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
     """Return the model's FLOPs for one token in forward and backward pass, without recomputation.
 
     The forward pass needs two FLOPs for each parameter of a layer, plus attention. If layers are trained, the gradients
-    of inputs need two more FLOPs for each parameter, and attention twice its forward FLOPs. The gradients of matrices
-    need two FLOPs for each trained parameter.
+    of inputs need two FLOPs for each parameter, and those of attention twice its forward FLOPs. The gradients of
+    matrices need two FLOPs for each trained parameter.
     """
     through, config = int(numbers.layer_trained > 0), numbers.config
     products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
@@ -478,7 +478,7 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
 
 
 def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
-    """Estimate the time of one training step, and how many bytes a rank receives, for a model on all GPUs."""
+    """Estimate the time of one training step, and how many bytes a rank receives, on all GPUs of `machines`."""
     gpu, config, tensor, together = machines.gpu, numbers.config, layout.tensor, layout.together
     n, m, peak, hbm = config.n_layers, work.micro_batches, gpu.flops(layout.precision), HBM_SHARE * gpu.hbm
 
@@ -534,7 +534,7 @@ def exchanged(numbers: ModelNumbers, layout: Layout, machines: Machines, tokens:
     """Return what one rank exchanges, for a micro-batch, with the other ranks that compute the same records.
 
     With `tensor`, each pass of a layer gathers [T, D] twice and scatters sums of [T, D] twice. A recomputed layer needs
-    no sum of its last product, and under selective checkpointing no sum. Small sums take the time of an empty
+    no sum of its last product, and with selective checkpointing no sum at all. Small sums take the time of an empty
     collective: four in a pass for norms of queries and keys, and one for gradients of norms and biases. With `context`,
     a layer gathers keys and values, [T, 2 D], and scatters the sums of their gradients. In both cases, the last norm
     needs all tokens, and its gradient is scattered.
@@ -613,7 +613,7 @@ class MicroBatches:
     def largest(self, room: int, share: int | None = None) -> int:
         """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
 
-        The result is at most `share` tokens (by default a rank's tokens in a step), or the longest record if longer.
+        The result is at most `share` tokens (by default a rank's tokens in a step), but at least the longest record.
         """
         whole, longest = (share or self.share) + self._extra, self.longest + self._extra
 
@@ -626,7 +626,7 @@ class MicroBatches:
         return self.longest + n_fitting - 1 if n_fitting else 0
 
     def need(self, tokens: int, micro_batches: int, scored_N: npt.NDArray[np.int32]) -> Memory:
-        """Return the memory of a step whose largest micro-batch has `tokens` tokens, or of a validation if larger.
+        """Return the memory of a step with a largest micro-batch of `tokens`, or of a validation if it needs more.
 
         `scored_N` are the lengths of the validation and test records in tokens.
         """
@@ -759,7 +759,7 @@ class Plan:
 
 
 def plan(recipe: Recipe, machines: Machines) -> Plan:
-    """Estimate every strategy and checkpointing mode, and if no option fits, also with `cpu_offload`.
+    """Estimate every strategy with every checkpointing mode. If no option fits, estimate all with `cpu_offload` too.
 
     If the recipe sets neither `parallel.tensor` nor `parallel.context`, the options also have other powers of two for
     `parallel.tensor`.

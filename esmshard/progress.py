@@ -12,7 +12,7 @@ class Progress:
     """Counts finished items up to `total`, and shows the count and, from the second update on, the remaining time.
 
     With `show=False`, as on all ranks except the first, nothing is shown. The library rich estimates the remaining time
-    from the latest 1,000 updates. The first update is left out, because the first item takes longer (warm-up).
+    from the latest 1,000 updates. It leaves out the first update, because the first item takes longer (warm-up).
 
     >>> with Progress("embed", total=2, show=False) as progress:
     ...     progress.update(1, "10 residues/s")
@@ -59,7 +59,7 @@ class Progress:
             self._bar.stop()
 
     def update(self, done: int, text: str) -> None:
-        """Show that `done` of `total` items are finished, and a text. The last update always prints a line or a bar."""
+        """Show `text`, and that `done` of `total` items are finished. The last update always prints a line or a bar."""
         self._bar.update(self._task.id, completed=done, text=printable(text))
         now = time.monotonic()
         if self._show and not self._has_bar and (done == self._total or now - self._last_line >= INTERVAL):

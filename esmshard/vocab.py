@@ -20,7 +20,7 @@ import numpy.typing as npt
 from esmshard.errors import UsageError
 
 LINKER = 25
-"""Default number of glycines between two chains, as in ESMFold (Lin et al. 2023, doi:10.1126/science.ade2574)."""
+"""The default number of glycines between two chains, as in ESMFold (Lin et al. 2023, doi:10.1126/science.ade2574)."""
 LONGEST_LINKER, WIDEST_GAP = 1_000, 100_000
 BETWEEN = ":"
 """The symbol between two chains in the text of a sequence, as in ColabFold and ESMFold."""
@@ -92,8 +92,8 @@ CLS, PAD, EOS, UNK, MASK = (TOKENS.index(t) for t in ("<cls>", "<pad>", "<eos>",
 VOCAB_SIZE = len(TOKENS)
 SEPARATOR = TOKENS.index("<null_1>")
 """The token between two chains of a protein complex, once for each residue of the linker. `esmshard.model.trunk`
-replaces this token by glycine, because no released ESM-2 was trained on it. For ESM-C and ESM3, it is the chain
-break."""
+replaces this token by glycine, because no released ESM-2 was trained on it. With `linker:break`, ESM-C and ESM3 read it
+as their chain-break token."""
 
 STANDARD = "ACDEFGHIKLMNPQRSTVWY"
 """The letters of the 20 standard amino acids."""
@@ -101,7 +101,7 @@ RARE = "XBUZO"
 """X (unknown residue), B (Asx), U (selenocysteine), Z (Glx) and O (pyrrolysine). ESM-2 was trained on these letters."""
 GAPS = "-."
 RESIDUES = STANDARD + RARE
-"""The letters of a sequence that `esmshard.io.sequences` has read."""
+"""All letters that a sequence can have after `esmshard.io.sequences` has read it."""
 
 ALPHABET_HASH = hashlib.sha256("\n".join(TOKENS).encode()).hexdigest()[:16]
 """A hash of all tokens in order. Files that contain tokens store this hash."""
@@ -130,7 +130,7 @@ def encode_residues(sequence: str, linker: int = LINKER) -> bytes:
 
 
 def encode(sequence: str, linker: int = LINKER) -> npt.NDArray[np.uint8]:
-    """Encode one sequence of L residues as tokens `<cls> ... <eos>`, uint8 [L + 2]."""
+    """Encode one sequence as tokens `<cls> ... <eos>`, uint8 [L + 2]. `encode_residues` explains `linker`."""
     return np.frombuffer(bytes([CLS]) + encode_residues(sequence, linker) + bytes([EOS]), dtype=np.uint8)
 
 
@@ -154,7 +154,7 @@ def decode(tokens: npt.ArrayLike) -> str:
 
 
 def is_residue(tokens: npt.NDArray[Any]) -> npt.NDArray[np.bool_]:
-    """Return True for each token that is a residue, and False for the tokens `<cls>`, `<eos>` and `SEPARATOR`.
+    """Return False for the tokens `<cls>`, `<eos>` and `SEPARATOR`, and True for all other tokens, such as residues.
 
     >>> is_residue(encode("MK:T", linker=2)).tolist()
     [False, True, True, False, False, True, False]

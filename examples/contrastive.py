@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 contrastive.py pairs.fasta starter runs/pairs 200
 
-The records 1 and 2 of pairs.fasta are a pair, 3 and 4 are the next, and so on. The command goes on from the newest
-checkpoint of runs/pairs. At the end, runs/pairs/model holds the language model for `esmshard embed`.
+Records 1 and 2 of pairs.fasta are the first pair, records 3 and 4 the second pair, and so on. The command continues
+from the newest checkpoint of runs/pairs. At the end, runs/pairs/model contains the language model for `esmshard embed`.
 """
 
 import random
@@ -16,7 +16,7 @@ from torch import nn
 
 import esmshard as es
 
-PAIRS, GROUPS = 8, 4  # A step has 4 groups, which the ranks divide. Negatives are the other pairs of a group.
+PAIRS, GROUPS = 8, 4  # The ranks share the 4 groups of a step. Negatives are the other pairs of a group.
 
 
 class Encoder(nn.Module):
@@ -26,7 +26,7 @@ class Encoder(nn.Module):
         self.head = nn.Linear(trunk.config.dim, 64, bias=False)
 
     @property
-    def layers(self):  # `shard` makes a group of each
+    def layers(self):  # `shard` makes one group of each layer
         return self.trunk.layers
 
     def forward(self, batch):

@@ -31,9 +31,10 @@ out: {out}
 
 
 LONG = {
-    *("equality", "cli", "adapted_runs", "saver", "pair_runs", "stuck_ranks", "attempts", "variants_command"),
-    *("landscape", "shipped_recipes", "engines", "embed_job", "parts", "tracker", "embed_in_bucket", "gpu_runner"),
-    *("elastic", "slurm_run", "kubernetes"),
+    *("equality", "engines", "slurm_run", "sweep", "variants_command", "kubernetes", "sharded_evaluation", "attempts"),
+    *("saver", "checkpoints", "shipped_recipes", "memory_model", "pair_runs", "stuck_ranks", "cli", "dropout"),
+    *("finetune_function", "interchain_runs", "adapted_runs", "consolidate", "package", "remote", "embed_job"),
+    *("tracker", "embed_in_bucket", "crashes", "heads", "every_key", "parts", "sharded_runs", "elastic", "likelihood"),
 }
 """Files that are begun first."""
 LENGTHY = {
@@ -115,13 +116,6 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     # The server that forks processes imports torch's compiler, which makes its directory at once.
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path_factory.mktemp("inductor"))
     os.environ["TORCH_HOME"] = str(tmp_path_factory.mktemp("torch"))
-
-
-@pytest.fixture(scope="session")
-def landscape_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache of all workers of this run, for the tests that compute the frozen model's vectors of the landscape."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "landscape-cache"
 
 
 def write_subset(directory: Path, name: str, split: str, chains: range, unresolved: int | None = None) -> Path:

@@ -11,9 +11,7 @@ pytestmark = pytest.mark.slow
 NOTEBOOK = Path(__file__).parent.parent / "examples" / "variants.ipynb"
 
 
-def test_it_is_saved_without_results_and_runs(
-    tmp_path: Path, landscape_cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_is_saved_without_results_and_runs(tmp_path: Path) -> None:
     import nbformat  # here, since it takes 4 s and each worker of pytest imports all files
     from nbclient import NotebookClient
 
@@ -22,7 +20,6 @@ def test_it_is_saved_without_results_and_runs(
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert all(not cell.outputs and cell.execution_count is None for cell in code)
     assert notebook.metadata.kernelspec.name == "python3"
-    monkeypatch.setenv("ESMSHARD_CACHE", str(landscape_cache))
     NotebookClient(notebook, timeout=900, resources={"metadata": {"path": str(tmp_path)}}).execute()
     printed = ["".join(o.text for o in cell.outputs if o.get("name") == "stdout") for cell in code]
     shown = [kind for cell in code for o in cell.outputs if o.output_type == "display_data" for kind in o.data]

@@ -204,10 +204,10 @@ def test_an_address_with_a_password_is_refused_and_not_repeated() -> None:
 def test_commands_that_take_no_address_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for arguments, token in (
-        ("finetune s3://b/x.yaml", "`esmshard finetune` takes no address in a bucket for recipe"),
+        ("finetune s3://b/x.yaml", "`esmshard finetune` needs a path on a disk for recipe, not a bucket"),
         ("finetune contact out=s3://b/run", "out: a run needs a directory on a disk.*s3://b/run"),
-        ("predict m x.fasta -o x.npz --png s3://b/x", "takes no address in a bucket for png"),
-        ("status gs://b/run", "takes no address in a bucket for run"),
+        ("predict m x.fasta -o x.npz --png s3://b/x", "needs a path on a disk for png"),
+        ("status gs://b/run", "needs a path on a disk for run"),
         ("embeddings status s3://b/out", "s3://b/out: status reads a directory on a disk"),
         ("embed starter x -o s3://b/x --engine ray", "--engine ray writes to a disk that all nodes see"),
     ):

@@ -37,9 +37,9 @@ from esmshard.vocab import BETWEEN, SEPARATOR, decode, join_option
 Array = npt.NDArray[np.float32]
 
 Tracks = Mapping[str, Any]
-"""Further inputs for each residue, by the name of the track. For a single sequence, give one entry. For several
-sequences, give a list of entries in the same order, or a dictionary of entries by id. An entry is a string of letters,
-an array of codes [L], or an array of coordinates [L, 3, 3]. None, or a missing id, means that the track is unknown.
+"""Inputs for each residue besides the amino acid, by the name of the track. For a single sequence, give one entry. For
+several sequences, give a list of entries in their order, or a dictionary of entries by id. An entry is a string of
+letters, an array of integers [L], or an array of coordinates [L, 3, 3]. None, or a missing id, means unknown values.
 """
 
 
@@ -49,7 +49,7 @@ class Model:
     Sequences are a list of strings, a dictionary of strings, or the `pathlib.Path` of a FASTA file, table or token
     store. Results have the order of the sequences. A single string gives the result of one sequence. Lower case, a `*`
     at the end, gaps and `J` are corrected with a warning. Any other character that is no residue is an `InputError`,
-    and so is DNA or RNA. A `:` divides the chains of a complex, such as `MKT:MKV`. The model reads all chains as one
+    and so is DNA or RNA. A `:` divides the chains of a complex, as in `MKT:MKV`. The model reads all chains as one
     sequence, and results have the residues of the first chain, then of the second, and so on (docs/chains.md).
     """
 
@@ -83,7 +83,7 @@ class Model:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The columns of `predict`: targets, classes or amino acids; empty for pair maps or a model without a head."""
+        """The column names of `predict`: targets, classes or amino acids; empty for maps of pairs or without a head."""
         return () if self.tuned is None else self.tuned.task.names
 
     def __repr__(self) -> str:
@@ -106,20 +106,20 @@ class Model:
             sequences: N sequences; see the class `Model`.
             pool: `mean`, `max` and `cls` give an array [N, D]. Other pools give a list of arrays: `residue` [L, D],
                 `logits` [L, 33] for the tokens `esmshard.vocab.TOKENS`, `contacts` [L, L] from the language model's
-                regression, `attentions` [H, L, L] for all heads of a layer. For several pools, give a list.
-            layers: 0 (embedding, without `attentions`) to the number of layers; the last by default. For several
-                layers, give a list.
+                contact regression, `attentions` [H, L, L] for all heads of a layer. For several pools, give a list.
+            layers: a number from 0 (embedding, without `attentions`) to the number of layers; by default the last
+                layer. For several layers, give a list.
             long: the treatment of sequences that are longer than the training sequences: `full`, `window` or
                 `truncate`, or an `embed.spec.Long`.
-            tokens: the maximum number of tokens computed at once. A longer sequence is computed without others.
-            tracks: further inputs for each residue, for models that read tracks; see `Tracks`.
+            tokens: the maximum number of tokens of a batch. A longer sequence gets a batch without other sequences.
+            tracks: the tracks of the sequences, for models that read tracks; see `Tracks`.
 
         Returns:
             An array or list. If `pool` or `layers` is a list: a dictionary of arrays or lists, with keys such as
             `mean_6`.
 
         Raises:
-            InputError: a sequence cannot be read, memory does not suffice, or a necessary head was never trained.
+            InputError: a sequence cannot be read, memory does not suffice, or the head of a pool was never trained.
         """
         pools = [pool] if isinstance(pool, str) else list(pool)
         several = not (isinstance(pool, str) and (layers is None or isinstance(layers, int)))
@@ -155,8 +155,8 @@ class Model:
     def contacts(self, sequences: Sequences, tracks: Tracks | None = None) -> Any:
         """Compute contact probabilities, a symmetric float32 array [L, L] for each sequence.
 
-        If the fine-tuned head predicts contacts, it computes the probabilities. Otherwise they come from the language
-        model's regression on attention maps. For errors see `embed` and `predict`.
+        If the fine-tuned head predicts contacts, it computes the probabilities. Otherwise, the language model's
+        regression computes them from attention maps. For errors see `embed` and `predict`.
         """
         if traits(self.task).predicts_contacts:
             return self.predict(sequences, tracks)
@@ -170,14 +170,14 @@ class Model:
         window: int | None = None,
         tracks: Tracks | None = None,
     ) -> npt.NDArray[np.float64]:
-        """Score variants of a protein by the language model, without a fine-tuned head. Higher is more natural.
+        """Score variants of a protein with the language model, not the fine-tuned head. Higher scores are more natural.
 
         Args:
-            wild_type: the protein.
+            wild_type: the residues of the protein, which has one chain.
             variants: N variants, such as `A24G`, `A24G:V30L`, `p.Ala24Gly` or `WT`.
             method: `masked-marginals`, `wild-type-marginals` or `pseudo-perplexity`; see `predict.zero_shot.score`.
-            window: the maximum number of residues that the model reads at once; by default the maximum in training.
-            tracks: further inputs for each residue of the protein and its variants; see `Tracks`.
+            window: the maximum number of residues that the model reads at once; by default as many as in its training.
+            tracks: the tracks of the protein, which are used for all variants; see `Tracks`.
 
         Returns:
             The scores, float64 [N]; NaN for a variant that changes a residue outside the 20 amino acids, such as X.
@@ -202,8 +202,8 @@ class Model:
         residue it is a list of arrays [L, C], or [L] if the label is a number. For contacts it is a list of arrays
         [L, L].
 
-        For a model of variants, `sequences` are variants of its protein, such as `A24G:V30L` or `WT`. Positions count
-        from 1 for the first residue of the wild type. Measured variants are predicted, too; no measured value is used.
+        For a model fine-tuned on a table of variants, `sequences` are variants, such as `A24G:V30L` or `WT`. The first
+        residue of the wild type has position 1. A variant of the table also gets a prediction, not its measured value.
 
         Raises:
             InputError: the model has no fine-tuned head, or a sequence or variant cannot be read.
@@ -244,15 +244,18 @@ class Model:
         first, last = int(task.facts["first"]), int(task.facts["first"]) + int(task.facts["length"])
         for name, of_variant in zip(names, mutations, strict=True):
             if any(not first <= mutation.position < last for mutation in of_variant):
-                raise InputError(f"{name}: the model sees residues {first + 1:,} to {last:,} of its protein only")
+                raise InputError(
+                    f"{name}: the model reads only residues {first + 1:,} to {last:,} of the protein; remove "
+                    "this variant"
+                )
         if not mutations:
             raise InputError("there is no variant; give at least one")
         values = predictions(self.tuned, mutations)
         return values[0] if isinstance(variants, str) else values
 
     def _tracks(self, tracks: Tracks | None, given: SequenceInputs) -> list[dict[str, npt.NDArray[Any]]]:
-        """Return the track arrays [L + 2, ...] of each sequence, by the name of the track. Warn the user if a track is
-        missing with which the model was fine-tuned.
+        """Return the track arrays [L + 2, ...] of each sequence, by the name of the track. Warn the user if the model
+        was fine-tuned with a track that is not in `tracks`.
         """
         arrays: list[dict[str, npt.NDArray[Any]]] = [{} for _ in given.tokens]
         tracks = tracks or {}
@@ -303,14 +306,14 @@ def load(
         model: the directory of a fine-tuned model (`runs/contact/model`), a `transformers` model or an adapter; a `.pt`
             file of fair-esm; the name of a released model such as `esm2_t33_650M_UR50D`, or `OWNER/NAME` on the Hugging
             Face hub (both are downloaded); or `starter` or `demo`, which are part of esmshard.
-        device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or else the CPU.
+        device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or the CPU if there is no GPU.
         dtype: the dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
-        join: how the chains of a sequence are joined, such as `linker:25,gap:512`; by default as in training, or by 25
-            glycines. For a fine-tuned head, only the value used in training is possible.
+        join: how the chains of a sequence are joined, such as `linker:25,gap:512`; by default as the model's files say,
+            or else with 25 glycines. For a fine-tuned model, any other value is a `UsageError`.
 
     Raises:
         InputError: a file of the model cannot be used.
-        UsageError: the device or dtype is unknown.
+        UsageError: `device`, `dtype` or `join` is unknown, or not possible with this model.
     """
     name, where, chains = str(model), chosen_device(device), join_option(join)
     precision = dtype if isinstance(dtype, torch.dtype) else TORCH.get(dtype or "fp32")
@@ -332,8 +335,8 @@ def load(
 class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """A scikit-learn transformer that turns protein sequences into embeddings, for pipelines and parameter searches.
 
-    `transform` works without `fit`, because nothing is trained. A pickle or a clone contains no weights, so each worker
-    process of scikit-learn (`n_jobs=2`) reads them once.
+    `transform` works without `fit`, because nothing is trained. A pickled or cloned object contains no weights, so each
+    worker process of scikit-learn (`n_jobs=2`) reads the weights once.
 
     >>> SequenceEmbedder(layer=3).transform(["MKTAYIAK", "GSHM"]).shape
     (2, 192)
@@ -341,8 +344,8 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     Args:
         model: see `esmshard.load`.
         pool: `mean`, `max` or `cls`.
-        layer: 0 (embedding) to the number of layers; the last by default.
-        tokens: the maximum number of tokens computed at once. A longer sequence is computed without others.
+        layer: a number from 0 (embedding) to the number of layers; by default the last layer.
+        tokens: the maximum number of tokens of a batch. A longer sequence gets a batch without other sequences.
         device: see `esmshard.load`.
     """
 
@@ -387,7 +390,7 @@ class SequenceEmbedder(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return tags
 
     def _output(self) -> Output:
-        """Return the output for these parameters, without reading weights. Raise `UsageError` for a wrong parameter."""
+        """Return `pool` and `layer` as an `Output`, and read no weights. Raise `UsageError` for a wrong parameter."""
         if self.tokens is not None and (not isinstance(self.tokens, int) or self.tokens < 1):
             raise UsageError(f"tokens is {self.tokens!r}; a whole number of at least 1, or None, is expected")
         layers = None if self.layer is None else [self.layer]

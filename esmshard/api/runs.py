@@ -1,7 +1,7 @@
 """Start and read runs in Python: `esmshard.finetune` and `esmshard.Run`.
 
-The function `start` serves `finetune` and the command of this name. It checks the recipe, starts processes, summarises
-several runs and draws figures. It restores environment variables and signal handlers at the end.
+`finetune` and the command `esmshard finetune` call the function `start`. It checks the recipe, starts processes,
+summarises several runs and draws figures. It restores environment variables and signal handlers at the end.
 """
 
 import json
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Run:
-    """The directory of a run (`out` in the recipe), or of several runs that one call has started. Each property reads
-    the files when it is used.
+    """The directory of a run (`out` in the recipe), or of several runs that one call of `finetune` has started. Each
+    property reads the files when it is used.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -43,26 +43,26 @@ class Run:
 
     @property
     def runs(self) -> dict[str, "Run"]:
-        """The runs of a cross-validation, or with several seeds, by name; empty for one run, and until all are done."""
+        """The runs of a cross-validation or of several seeds, by name; empty for one run, and until all are done."""
         summary = self._json("summary.json")
         return {} if summary is None else {name: Run(self.path / name) for name in summary["runs"]}
 
     @property
     def status(self) -> str:
-        """The state: `failed`, `running`, `preempted` or `done`. For several runs, the first state that any run has."""
+        """The state: `failed`, `running`, `preempted` or `done`. Of several runs, the first of these that one has."""
         from esmshard.train.run_dir import joint_state, standings
 
         return joint_state(standings(self.path))
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """The lines of `metrics.jsonl`: optimizer steps (with `loss`), validations (with `split`), events (`event`)."""
+        """The lines of `metrics.jsonl`: validations (with the key `split`), events (with `event`), optimizer steps."""
         if parts := self.runs:
-            raise InputError(f"{self.path}: several runs; each of .runs has its own metrics ({', '.join(parts)})")
+            raise InputError(f"{self.path}: several runs; use .runs[NAME].metrics, with NAME one of {', '.join(parts)}")
         from esmshard.train.run_dir import METRICS, metrics_of
 
         if not (self.path / METRICS).is_file():
-            raise InputError(f"{self.path / METRICS}: no such file; the run has not begun")
+            raise InputError(f"{self.path / METRICS}: no such file; wait until the run has begun")
         return list(metrics_of(self.path))
 
     @property
@@ -70,7 +70,7 @@ class Run:
         """The test metrics of model and baselines: `evaluation.json`, or `summary.json` for several runs."""
         evaluation = self._json("summary.json") or self._json("evaluation.json")
         if evaluation is None:
-            raise InputError(f"{self.path}: not evaluated yet; finetune writes evaluation.json at the end")
+            raise InputError(f"{self.path}: not evaluated yet; wait until finetune has written evaluation.json")
         return evaluation
 
     def model(self, **options: Any) -> "Model":
@@ -80,10 +80,10 @@ class Run:
         from esmshard.api.model import load
 
         if parts := self.runs:
-            raise InputError(f"{self.path}: several runs; each of .runs has a model ({', '.join(parts)})")
+            raise InputError(f"{self.path}: several runs; use .runs[NAME].model(), with NAME one of {', '.join(parts)}")
         path = self.path / "model"
         if not path.is_dir():
-            raise InputError(f"{path}: no such model; run esmshard consolidate, which makes it from a checkpoint")
+            raise InputError(f"{path}: no such model; make it with esmshard consolidate {self.path} -o {path}")
         return load(str(path), **options)
 
     def __repr__(self) -> str:
@@ -116,16 +116,16 @@ def finetune(
     Args:
         recipe: a file, the name of a shipped recipe (`esmshard recipes ls`), or a dictionary with the sections of a
             recipe. Relative paths in a dictionary are relative to the working directory.
-        nproc: the number of processes; by default one for each GPU, or one.
+        nproc: the number of processes; by default one for each GPU, or one if there is no GPU.
         device: the device of each process: `cpu`, `cuda` (one GPU for each process), `cuda:N` or `mps`; by default one
-            GPU for each process, or else the CPU.
-        resume: `auto` continues from the newest checkpoint in `out`, if there is one. The path of another run or of a
-            checkpoint continues from there.
+            GPU for each process, or the CPU if there is no GPU.
+        resume: `auto` continues from the newest checkpoint in `out`, if there is one. The path of a checkpoint
+            continues from this checkpoint, and the path of another run from the newest checkpoint of that run.
         overwrite: replace the files of an earlier run in `out`.
         seeds: the number of runs with different seeds; 1 by default, and 3 for the best settings of a sweep.
         folds: the number of folds of a cross-validation; 5 by default for a table of variants.
         sweep: a file with settings to search (docs/sweep.md). The result is the run with the best settings.
-        trials: the number of trials of a sweep; 20 by default, or the whole grid.
+        trials: the number of trials of a sweep; by default 20, or for a grid all combinations.
         report: draw figures and report.html at the end, if matplotlib is installed.
         **overrides: settings of the recipe, such as `train={"steps": 10}` or `**{"optim.lr": 1e-4}`. Relative paths are
             relative to the working directory.
@@ -133,8 +133,8 @@ def finetune(
     Raises:
         InputError: the recipe, the data or the options have a mistake.
         RunFailed: a process that this function started has failed.
-        Preempted: this process got SIGTERM or SIGUSR1. The work is saved, and `resume="auto"` continues it. The class
-            is not a subclass of `Exception`.
+        Preempted: this process got SIGTERM or SIGUSR1. The work is saved, and `resume="auto"` continues it.
+            `except Exception` does not catch `Preempted`.
     """
     for name, number, least in (("nproc", nproc, 1), ("seeds", seeds, 1), ("folds", folds, 3), ("trials", trials, 1)):
         if number is not None and not (isinstance(number, int | np.integer) and number >= least):
@@ -194,8 +194,8 @@ def _plain(value: Any) -> Any:
 
 @contextmanager
 def _file_of(recipe: str | os.PathLike[str] | Mapping[str, Any]) -> Iterator[str]:
-    """Yield the name of a recipe. For a dictionary this is a temporary empty recipe file, which other processes can
-    read, too. The caller converts the dictionary to overrides of this file.
+    """Yield the name or path of a recipe. For a dictionary this is the path of a temporary empty recipe, because new
+    processes read a file. The caller converts the dictionary to overrides of this recipe.
     """
     if not isinstance(recipe, Mapping):
         yield os.fspath(recipe)
@@ -221,9 +221,9 @@ class RunOptions:
     profile: int = 0
     """The number of steps to record with torch's profiler."""
     stop_after: str | None = None
-    """The time after which the run saves and ends with exit code 75, such as `3h50m`."""
+    """The time, such as `3h50m`, after which the run saves a checkpoint and ends with exit code 75."""
     max_restarts: int = 0
-    """The maximum number of times that all local processes are started again after the loss of a process."""
+    """The maximum number of times that all local processes are started again after one was killed or has crashed."""
     seeds: int | None = None
     folds: int | None = None
     sweep: str | None = None
@@ -252,7 +252,7 @@ class RunOptions:
             )
 
     def flags(self, *, report: bool) -> list[str]:
-        """Return the options of the commands that run in the new processes."""
+        """Return the arguments for `esmshard finetune` in new processes. `report`: whether they draw the report."""
         flags = ["--device", self.device] if self.device else []
         flags += ["--resume", self.resume] if self.resume else []
         flags += ["--overwrite"] if self.overwrite else []
@@ -262,11 +262,11 @@ class RunOptions:
 
 
 def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Train, consolidate and evaluate, in this process or in new local processes. A process that a launcher such as
-    torchrun has started works as one rank. `overrides` replace settings of the recipe, such as `optim.lr=1e-4`.
+    """Train, consolidate and evaluate, in this process or in new local processes. If a launcher such as torchrun has
+    started this process, it is one rank of the run. `overrides` replace settings of the recipe (`optim.lr=1e-4`).
 
-    For errors see `finetune`. Return the directory of the run; several runs have subdirectories of this directory. A
-    sweep returns the run with the best settings, or the directory of the sweep if another worker trains this run.
+    For errors see `finetune`. Return the directory of the run; several runs have subdirectories of this directory. For
+    a sweep, return the run with the best settings, or the sweep's directory if another worker trains that run.
     """
     limit = options.stop_after
     until = {} if limit is None else {preemption.STOP_AT: str(time.time() + preemption.seconds(limit))}
@@ -403,11 +403,11 @@ def _check_dry_run(recipe: Recipe, options: RunOptions) -> None:
 
 
 def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
-    """Return the options of one rank that a launcher has started. Some options are only possible without a launcher."""
+    """Return the options of one rank that a launcher has started. Raise `UsageError` for options such as `--nproc`."""
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         raise UsageError(
-            "a launcher has started this process, so it can train only one fold; set data.folds=5 and data.fold, or "
-            "start the cross-validation without the launcher and with --nproc"
+            "a launcher has started this process, so it can train only one fold; pass data.folds=5 data.fold=0 (or a "
+            "fold from 1 to 4), or start the cross-validation without the launcher and with --nproc"
         )
     several = (options.seeds or 1) > 1 or options.folds
     if options.nproc or options.dry_run or options.max_restarts or several:
@@ -490,7 +490,9 @@ def _run_here(recipe: Recipe, options: RunOptions) -> None:
 
 
 def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", curve: "Sequence[Repeat]") -> None:
-    """Print and write the summary of several runs. For a table of variants, also rank all single substitutions."""
+    """Print and write the summary of `runs`. For a table of variants, add the learning curve from the runs `curve`, and
+    rank all single substitutions.
+    """
     from esmshard.train.cross_validation import conclude, summarise
 
     out = Path(recipe.out)

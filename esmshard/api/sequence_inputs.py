@@ -89,7 +89,7 @@ def sequences(given: Sequences, single: str = "the sequence", linker: int = LINK
 
 
 def as_list(given: Any, what: str) -> list[Any]:
-    """Make a list from a list, tuple, generator, 1-d array or Series of strings.
+    """Make a list from a list, tuple, generator, 1-d array or Series of strings. `what` names the strings in messages.
 
     Raise `UsageError` for other collections: the items of a table are columns, the items of a Biopython sequence are
     letters, and a set has no order.
@@ -120,7 +120,7 @@ def _of_file(path: Path, linker: int) -> SequenceInputs:
 def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
     """Return the substitutions of each variant, such as `A24G:V30L` or `WT`, without synonymous substitutions.
 
-    The first residue of the wild type `protein` has the number 1. Raise `InputError` if a variant cannot be read, does
+    The first residue of the wild type `protein` has position 1. Raise `InputError` if a variant cannot be read, does
     not fit the protein, or has a stop codon.
 
     >>> [len(mutations) for mutations in variants(["K2R:T3S", "WT", "K2K"], "MKT")]

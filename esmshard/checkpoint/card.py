@@ -1,7 +1,7 @@
 """The model card: the file `README.md` in a model directory, which the Hugging Face hub shows.
 
-The template is `card.md.jinja`. The card says which facts are unknown. It calls a model ESM-2 only if the recipe names
-released weights, never because of the model's shape. Users share the card, so it shows only the last part of a path.
+The template is `card.md.jinja`. The card says which facts are unknown. It says that a model comes from ESM-2
+only if the recipe names ESM-2 weights. Users share the card, so it shows only the last part of each path.
 """
 
 import html
@@ -27,9 +27,10 @@ PARTS = {"lm_head": "LM head", "contact_head": "contact regression (`predict_con
 
 
 def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, Any] | None) -> None:
-    """Write the card `README.md` to a model directory, and add the metrics of the test set to its `esmshard.json`.
+    """Write the card `README.md` to a model directory. Also add the metrics on a test split to `esmshard.json`.
 
-    `about` is the content of `esmshard.json`. `evaluation` is the content of the model's `evaluation.json`, or None.
+    `about` is the content of this `esmshard.json`. `evaluation` is that of `evaluation.json`, or None if the model
+    was not evaluated.
     """
     recipe, in_transformers = about["recipe"], (directory / "config.json").is_file()
     model, task = recipe["model"]["name"], recipe["task"]
@@ -95,9 +96,9 @@ def _interval(value: Mapping[str, float | None] | None) -> str:
 
 
 def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the licence entries of the starting model's `README.md`, in its directory or in the hub's cache.
+    """Return the entries `license` and `license_name` from the `README.md` of the model that training started from.
 
-    Returns an empty dictionary if there is no valid file or no licence.
+    Returns an empty dictionary for random starting weights, or if the file is missing, damaged or names no licence.
     """
     name = recipe["model"]["name"]
     place = Path(name).expanduser()
@@ -113,7 +114,7 @@ def _licence_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: object) -> str:
-    r"""Escape HTML and Markdown in a text of a user or a file, and join its lines with spaces.
+    r"""Escape HTML and Markdown in `value`, a text from a user or a file, and join its lines with spaces.
 
     >>> print(_text("my <b>run</b> [1] *two_words*"))
     my &lt;b&gt;run&lt;/b&gt; \[1\] \*two_words\*
@@ -123,11 +124,11 @@ def _text(value: object) -> str:
 
 
 def _code(value: object) -> str:
-    """Format a text as Markdown code. A text that may be HTML is escaped instead."""
+    """Format a text as Markdown code. A text with `<`, `>` or `&` may be HTML, so `_text` escapes it instead."""
     shown = " ".join(str(value).replace("`", "'").split())
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 
 
 def _name(path: str) -> str:
-    """Return the last part of a path. Other text, and names that begin with `sample:`, stay unchanged."""
+    """Return the last part of `path`. A text without `/`, or one that begins with `sample:`, stays unchanged."""
     return path if path.startswith("sample:") else os.path.basename(path.rstrip("/")) or path  # noqa: PTH119

@@ -1,4 +1,4 @@
-"""The conversion of a sharded checkpoint, or of a model in another layout, to a model directory.
+"""The conversion of a run's checkpoint, or of a model in another file format, to a model directory.
 
 The conversion runs in one process without a GPU. Memory holds the tensors of one output file at a time.
 """
@@ -37,20 +37,20 @@ BASELINES = "baselines.npz"
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened model, with the facts that `consolidate` writes beside its weights."""
+    """An opened model, with the facts that `consolidate` writes next to the weights."""
 
     config: ModelConfig
     sizes: Mapping[str, torch.Size]
     """The shape of each tensor by name. Names of the task head begin with `head.`. Tied tensors have one entry."""
     read: Source
     unlearned: Sequence[str]
-    """The parts (`lm_head`, `contact_head`) that were not trained, or that a file lacks."""
+    """The parts of the model (`lm_head`, `contact_head`) that were never trained, or that the weight files lack."""
     about: dict[str, Any]
-    """The content of `esmshard.json`. It has no recipe if another program trained the model."""
+    """The content of `esmshard.json`. It has no entry `recipe` if another program trained the model."""
     evaluation: Mapping[str, Any] | None
     """The content of `evaluation.json` for these weights; None if they were not scored."""
     directory: Path
-    """The directory of `baselines.npz` and SEEN, if these files exist."""
+    """The directory that contains the files BASELINES and SEEN, if they exist."""
 
 
 def consolidate(
@@ -66,36 +66,38 @@ def consolidate(
     warn: Callable[[str], None] = lambda message: None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> Path:
-    """Write a model to a directory. The model comes from a run (its newest good checkpoint), a checkpoint or a model.
+    """Convert a checkpoint or a model to a model directory. For a run, its newest undamaged checkpoint is converted.
 
-    If the checkpoint has only the trained part, the base model is read, too. A LoRA is added to the weights.
+    If the checkpoint has only the trained part of the model, the base model is read, too. A LoRA is added to the
+    weights of the base model.
 
     Args:
         source: a run directory, a checkpoint directory, or any model that `esmshard.model.weights.read` reads.
-        out: the directory to create, or with `overwrite` to replace. No unfinished directory ever has this name.
-        to: `hf`, or the keyword of a file format that the code of the model's authors reads. The default is a directory
-            for all commands of esmshard, and for `transformers` if it has the model family (ESM-2, ESM-C, ...).
+        out: the directory to create, or with `overwrite` to replace. It gets this name only after it is complete.
+        to: `hf` for a directory that `transformers` reads, or the keyword of a file format that the code of the model's
+            authors reads. By default a directory that esmshard reads, and that `transformers` reads, too, if
+            `transformers` has the model family (ESM-2, ESM-C, ...).
         dtype: the type of the written weights: fp32, bf16 or fp16. Rotary frequencies stay fp32.
         overwrite: replace `out` if it is a model directory.
         best: take the run's checkpoint with the best validation score.
         adapter: write only the trained part of a LoRA run, in fp32: an adapter for PEFT, `head.safetensors` and
             `esmshard.json`. The base model is not read.
-        base: the path of the base model, if it was moved since the run began. With `adapter`, the name of the base
-            model in PEFT's configuration.
-        warn: receives a sentence for everything that is skipped, missing or altered.
+        base: the path of the base model, if it was moved since the run began. With `adapter`, the name that
+            PEFT's configuration gives to the base model.
+        warn: is called with a sentence for everything that is skipped, missing or altered.
         max_file_bytes: the size in bytes above which weights are split over several files with an index.
 
     Raises:
-        InputError: there is no good checkpoint, the checkpoint has no whole model, the base model is missing or
-            different, or a weight is not finite or too large for `dtype`.
-        UsageError: `out` exists or contains the source, or an option does not suit the source.
+        InputError: there is no undamaged checkpoint, the checkpoint's tensors do not fit its recipe, the base model is
+            missing or has other weights, or a weight is not finite or too large for `dtype`.
+        UsageError: `out` exists (without `overwrite`) or contains `source`, or an option does not apply to `source`.
     """
     for leftover in settle(out):
         warn(leftover)
     _check_out(out, source, overwrite)
     is_model = _is_model(source)
     if is_model and (best or adapter or base is not None):
-        raise UsageError(f"{source}: is a model and no run; omit --best, --adapter and --base")
+        raise UsageError(f"{source}: is a model and not a run; omit --best, --adapter and --base")
     if adapter:
         checkpoint = _open_checkpoint(Path(source), warn, best)
         with writing(out, _NO_ROOM), whole_directory(out) as work:
@@ -128,7 +130,9 @@ def consolidate(
 def _finish(
     work: Path, out: Path, about: Mapping[str, Any], digests: Mapping[str, str], run: Path | None
 ) -> dict[str, Any]:
-    """Write `esmshard.json` without paths of this machine, and return it. Copy BASELINES and SEEN from `run`."""
+    """Write `esmshard.json` to `work`, without paths of this machine, and return its content. Copy BASELINES and SEEN
+    from `run`. `out` is the final path of `work`.
+    """
     shared = dict(about) | weights.record(digests)
     if "recipe" in shared:
         shared["recipe"] = for_others(shared["recipe"], out)
@@ -147,7 +151,7 @@ def _finish(
 
 
 def _target(to: str | None, config: ModelConfig) -> AuthorsFile | None:
-    """Return the file type for the authors' code; None for a directory. Raise `UsageError` for an unknown `to`."""
+    """Return the file format that `to` names, or None for a directory. Raise `UsageError` if `to` is unknown."""
     family = family_of(config)
     if to is None or (to == "hf" and family.model_class):
         return None
@@ -166,7 +170,7 @@ def _check_out(out: Path, source: Path | str, overwrite: bool) -> None:
     if not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     if Path(source).exists() and Path(source).resolve().is_relative_to(out.resolve()):
-        raise UsageError(f"{out}: holds the model to read; choose another directory")
+        raise UsageError(f"{out}: contains the model that is to be converted; choose another directory")
     weight_files = ("*.safetensors", "model.safetensors.index.json", "*.pt", "*.pth", BASELINES, SEEN)
     check_replaced(out, [*weight_files, *hub.SMALL], marker=weights.ABOUT)
 
@@ -207,7 +211,7 @@ class Checkpoint:
     path: Path
     state: Mapping[str, Any]
     sizes: Mapping[str, torch.Size]
-    """The shape of each tensor, by names as in `Opened`."""
+    """The shape of each tensor by name. The names are as in `Opened.sizes`, with those of a LoRA."""
     read: Source
 
     @property
@@ -273,11 +277,11 @@ def _evaluation(run: Path) -> dict[str, Any] | None:
 
 
 def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, torch.Size], Source]:
-    """Return the shapes of a base model's tensors with the trained part, and a function that reads one tensor.
+    """Join a checkpoint, which has only the trained part of a model, with the base model.
 
-    A LoRA is added to its weight when the weight is read, so memory holds only requested tensors. Tied tensors have one
-    entry. `base` is the path of the base model; by default the path in the run. Raises `InputError` if the base model
-    is missing or different, or lacks a tensor of the checkpoint.
+    Returns the shape of each tensor by name, and a function that reads one tensor and adds its LoRA. Tied tensors have
+    one entry. `base` is the path of the base model; by default the path in the checkpoint. Raises `InputError` if the
+    base model is missing, has other weights or lacks a tensor.
     """
     state, sizes = checkpoint.state, checkpoint.sizes
     config = recorded_config(state["config"])
@@ -311,8 +315,9 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write the trained part as a PEFT adapter and a task head. Return the sha256 of each weight file by file name.
 
-    The base model is not read. The adapter names the base model as `base`. By default this is its path in the run,
-    relative to `out`, the final path of `directory`. Raises `UsageError` for a checkpoint without a LoRA.
+    The base model is not read. `base` is the name of the base model in the adapter; by default the path in the
+    checkpoint, made relative to `out`. `out` is the final path of `directory`, if it will be renamed. Raises
+    `UsageError` for a checkpoint without a LoRA.
     """
     config = recorded_config(checkpoint.state["config"])
     settings = AdaptSettings.model_validate(checkpoint.state["recipe"].get("adapt", {}))
@@ -329,9 +334,9 @@ def write_adapter(
 
 
 def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
-    """Return a function like `read` that gives the task head as the contact regression.
+    """Return a function like `read` that reads the tensors of the contact regression from the task head.
 
-    Returns None if the task head is no regression over attention maps, or if the contact regression was trained.
+    Returns None if the task head is not a regression over attention maps, or if the contact regression was trained.
     """
     prefix = "contact_head.regression."
     in_head = {name: name.replace(prefix, "head.regression.") for name in sizes if name.startswith(prefix)}

@@ -1,10 +1,10 @@
-"""The files of a directory of checkpoints. This module needs no torch.
+"""The files in the directory `checkpoints` of a run. This module does not import torch.
 
-    checkpoints/step_000100/    a finished checkpoint; MANIFEST.json has the size in bytes and sha256 of all files
+    checkpoints/step_000100/    a finished checkpoint; MANIFEST.json has the size in bytes and sha256 of the other files
     checkpoints/LATEST           the name of the newest checkpoint
-    checkpoints/BEST             the name of the checkpoint with the best validation, with `checkpoint.keep_best`
+    checkpoints/BEST             the name of the checkpoint with the best validation, if `Recipe.keeps_best`
     checkpoints/.tmp-*           a directory that is being written or removed; it is never read
-    checkpoints/step_000300.damaged, .abandoned    not used by the resumed run, see `set_aside`
+    checkpoints/step_000300.damaged, .abandoned    a checkpoint that a resumed run does not use, see `set_aside`
 
 A checkpoint gets its name after all its files are on disk, so a killed run leaves no unfinished checkpoint.
 """
@@ -23,35 +23,37 @@ from esmshard.io.paths import read_json, replace_text, sha256, sync_directory
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step_(\d{6,})$")
 _READERS = 8
-"""The number of files that are read at the same time for their sha256. One core computes sha256 at 0.5 to 2 GB/s."""
+"""The number of files whose sha256 is computed at the same time. One core computes it at only 0.5 to 2 GB/s."""
 
 Entry = dict[str, Any]
 
 
 def path_of(directory: Path, step: int) -> Path:
-    """Return the path of a checkpoint."""
+    """Return the path of the checkpoint after `step` steps. `directory` is the directory `checkpoints` of a run."""
     return directory / f"step_{step:06d}"
 
 
 def step_of(path: Path) -> int | None:
-    """Return the step in a checkpoint's name; None for a name of another form than `step_000100`."""
+    """Return the step in a checkpoint's name, such as 100 for `step_000100`; None for any other name."""
     match = _NAME.match(path.name)
     return int(match[1]) if match else None
 
 
 def named(directory: Path) -> list[Path]:
-    """Return the directories with the name of a checkpoint, in the order of steps. Some may be damaged."""
+    """Return the directories with names such as `step_000100`, in the order of steps. Some may be damaged."""
     steps = [(step, path) for path in directory.glob("step_*") if (step := step_of(path)) is not None]
     return [path for _, path in sorted(steps) if path.is_dir()]
 
 
 def complete(directory: Path) -> list[Path]:
-    """Return the finished checkpoints, in the order of steps. Their files are not checked."""
+    """Return the checkpoints that have a manifest, in the order of steps. The other files are not checked."""
     return [path for path in named(directory) if (path / MANIFEST).is_file()]
 
 
 def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
-    """Write the manifest to `work`, whose other files are on disk. Rename `work` to `final`, safe from a power cut."""
+    """Write the manifest (`files`) to `work`, whose other files are on disk, and rename `work` to `final`. After a
+    power cut, `final` is complete or does not exist.
+    """
     replace_text(work / MANIFEST, json.dumps({"files": dict(files)}, indent=1))
     sync_directory(work)
     if final.exists():  # another process wrote it, because a resumed run sets later checkpoints aside
@@ -61,13 +63,13 @@ def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
 
 
 def point(directory: Path, pointer: str, name: str) -> None:
-    """Write a checkpoint's name to the file `LATEST` or `BEST` in one operation."""
+    """Replace the file `pointer` (`LATEST` or `BEST`) by one with a checkpoint's `name`, in one operation."""
     replace_text(directory / pointer, name + "\n")
     sync_directory(directory)
 
 
 def pointed(directory: Path, pointer: str) -> Path | None:
-    """Return the finished checkpoint that `LATEST` or `BEST` names, or None."""
+    """Return the checkpoint that the file `pointer` (`LATEST` or `BEST`) names; None if it is not finished."""
     try:
         path = directory / PurePath((directory / pointer).read_text(encoding="utf-8").strip()).name
     except (OSError, ValueError):
@@ -76,7 +78,9 @@ def pointed(directory: Path, pointer: str) -> Path | None:
 
 
 def prune(directory: Path, newest: Path, keep: int) -> None:
-    """Remove old checkpoints up to `newest`. Keep the last `keep` and BEST. Also remove all `step_*.damaged`."""
+    """Of the checkpoints up to `newest`, keep the last `keep` and the one in `BEST`, and remove the others. Also
+    remove all `step_*.damaged`.
+    """
     checkpoints = [path for path in complete(directory) if (step_of(path) or 0) <= (step_of(newest) or 0)]
     kept = {*checkpoints[-keep:], newest, pointed(directory, "BEST")}
     for path in [*(path for path in checkpoints if path not in kept), *directory.glob("step_*.damaged")]:
@@ -84,7 +88,7 @@ def prune(directory: Path, newest: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Rename a directory to a hidden name, which `sweep` finds if the process is killed, and remove it."""
+    """Remove a directory. It first gets a hidden name, so that `sweep` can finish if the process is killed."""
     hidden = path.with_name(f".tmp-removed-{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -101,7 +105,7 @@ def sweep(directory: Path) -> None:
 
 
 def set_aside(path: Path, why: str) -> Path:
-    """Rename a checkpoint that a run does not use, such as to `step_000300.damaged`, and return the new path."""
+    """Append `.` and `why` to a checkpoint's name, such as `step_000300.damaged`. Return the new path."""
     aside = path.with_name(f"{path.name}.{why}")
     shutil.rmtree(aside, ignore_errors=True)
     path.rename(aside)
@@ -116,8 +120,8 @@ def entry(path: Path) -> Entry:
 def damage(path: Path) -> str:
     """Return a text with a phrase for each bad file of a checkpoint; empty if all files are good.
 
-    A `*.safetensors` file that is not in the manifest is bad, because torch would read it. Other such files are
-    ignored.
+    A `*.safetensors` file that is not in the manifest is bad, because torch would read it. Other files that are not in
+    the manifest are ignored.
     """
     try:
         known: dict[str, Entry] = read_json(path / MANIFEST)["files"]
@@ -146,9 +150,9 @@ def verify(path: Path) -> None:
 
 
 def newest_good(directory: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint with unchanged files; None if there is no checkpoint.
+    """Return the newest checkpoint whose files agree with its manifest; None if there is no checkpoint.
 
-    `warn` gets a text for each damaged checkpoint. Raise `InputError` if all checkpoints are damaged.
+    `warn` is called with a text for each damaged checkpoint. Raise `InputError` if all checkpoints are damaged.
     """
     candidates = named(directory)
     for path in reversed(candidates):
@@ -162,13 +166,13 @@ def newest_good(directory: Path, warn: Callable[[str], None]) -> Path | None:
 
 
 def locate(run_or_checkpoint: Path, warn: Callable[[str], None], *, prefer_best: bool = False) -> Path:
-    """Return the checkpoint at a path, or the newest good checkpoint if the path is a run directory.
+    """Return the checkpoint at a path, or the newest undamaged checkpoint if the path is a run directory.
 
     With `prefer_best`, return the run's checkpoint with the best validation score, unless that checkpoint is damaged.
 
     Raises:
-        InputError: there is no good checkpoint, or no run.
-        UsageError: `prefer_best` is given for a single checkpoint, or for a run without a best checkpoint.
+        InputError: the path is neither a checkpoint nor a run, or there is no undamaged checkpoint.
+        UsageError: `prefer_best` is true for a single checkpoint, or for a run without the file `BEST`.
     """
     if step_of(run_or_checkpoint) is not None and run_or_checkpoint.is_dir():
         if prefer_best:
@@ -177,13 +181,15 @@ def locate(run_or_checkpoint: Path, warn: Callable[[str], None], *, prefer_best:
         return run_or_checkpoint
     directory = run_or_checkpoint / "checkpoints"
     if not directory.is_dir():
-        raise InputError(f"{run_or_checkpoint}: neither a run nor a checkpoint (it has no checkpoints/ directory)")
+        raise InputError(
+            f"{run_or_checkpoint}: neither a run (it has no directory checkpoints/) nor a checkpoint; give one of these"
+        )
     if prefer_best:
         best = pointed(directory, "BEST")
         if best is None:
             raise UsageError(
-                f"{run_or_checkpoint}: has no best checkpoint (checkpoint.keep_best, train.early_stop); "
-                "omit --best for the newest checkpoint"
+                f"{run_or_checkpoint}: has no best checkpoint, which needs checkpoint.keep_best or "
+                "train.early_stop in the recipe; omit --best for the newest checkpoint"
             )
         bad = damage(best)
         if not bad:
@@ -191,5 +197,5 @@ def locate(run_or_checkpoint: Path, warn: Callable[[str], None], *, prefer_best:
         warn(f"{bad}; taking the newest checkpoint instead of the best")
     checkpoint = newest_good(directory, warn)
     if checkpoint is None:
-        raise InputError(f"{directory}: no complete checkpoint yet; let the run reach one, or lower checkpoint.every")
+        raise InputError(f"{directory}: no complete checkpoint yet; wait for one, or set a lower checkpoint.every")
     return checkpoint

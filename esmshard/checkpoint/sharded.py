@@ -5,7 +5,7 @@
                     MANIFEST.json                                       size in bytes and sha256 of every other file
 
 No file contains a pickle, so reading a checkpoint runs no code. torch's reader reads every `*.safetensors` in a
-directory, has no checksum, infers a tensor's shape from its shards, and converts types silently. Therefore the files
+directory, checks no checksum, infers a tensor's shape from its shards, and converts types silently. Therefore the files
 are compared with the manifest before loading (`esmshard.checkpoint.manifest`), and `load` compares shapes and types.
 """
 
@@ -34,10 +34,11 @@ from esmshard.io.paths import read_json, replace_text
 
 FORMAT, VERSION = "esmshard-checkpoint", 3
 FILE_BYTES = 10**9
-"""The approximate size, in bytes, of each file of a rank. While torch writes a file, it has two more copies of the
-file's tensors in the host's memory."""
+"""The approximate size, in bytes, of each file of a rank. While torch writes a file, the host's memory holds two copies
+of the file's tensors in addition to `tensors`."""
 PATIENCE = 60.0
-"""The number of seconds that a failed run waits for its last checkpoint. Other ranks may be gone or stuck."""
+"""After an error, a rank waits at most this number of seconds until its last checkpoint is written. Without the limit
+it could wait forever for ranks that are gone or stuck."""
 
 
 def write(
@@ -53,9 +54,9 @@ def write(
     """Write the checkpoint of a step. Every rank calls this with its shards. A single process needs no process group.
 
     `directory` is the directory `checkpoints` of the run. `tensors` are DTensors and plain tensors, with the same names
-    on all ranks. A plain tensor is equal on all ranks. `state` has the other values that a resumed run needs, and is
-    written as JSON. The newest `keep` checkpoints stay, and older ones are removed. With `best`, the file `BEST` names
-    this checkpoint. `group` is a gloo process group of all ranks.
+    on all ranks. A plain tensor must have the same values on all ranks. `state` has the values that a resumed run needs
+    besides `tensors`, and is written as JSON. The newest `keep` checkpoints stay, and older ones are removed. With
+    `best`, the file `BEST` names this checkpoint. `group` is a gloo process group of all ranks.
 
     All ranks raise `InputError` if any rank could not write its files. Earlier checkpoints are then unchanged.
     """
@@ -104,7 +105,7 @@ def write(
             shutil.rmtree(work, ignore_errors=True)
         raise _shared(
             f"{directory}: the checkpoint of step {step} could not be written ({error.strerror or error}); earlier "
-            "checkpoints are unchanged; make room, or lower checkpoint.keep, then --resume auto"
+            "checkpoints are unchanged; make room, or lower checkpoint.keep; then go on with --resume auto"
         ) from error
     if rank == 0:
         with suppress(OSError):  # an old checkpoint does no harm, and the next prune tries again
@@ -113,7 +114,7 @@ def write(
 
 
 def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
-    """Return the newest checkpoint with unchanged files, on every rank; None if there is no checkpoint.
+    """Return the newest undamaged checkpoint, on every rank; None if there is no checkpoint.
 
     All ranks call this together, with the same `directory` as for `write`. The first rank checks the files, and calls
     `warn` with a sentence for each damaged checkpoint. All ranks raise `InputError` if every checkpoint is damaged.
@@ -126,7 +127,7 @@ def newest(directory: Path, warn: Callable[[str], None]) -> Path | None:
 def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -> None:
     """Overwrite `tensors` with the values of the checkpoint at `path`, which any number of ranks may have written.
 
-    The checkpoint must be verified. With `alone`, this process reads without the other ranks of its process group.
+    Call `manifest.verify` first. With `alone`, this process reads without the other ranks of its process group.
     Raises `InputError` if a tensor is missing or incomplete, or has another shape or type.
     """
     storage = HuggingFaceStorageReader(str(path))
@@ -150,7 +151,7 @@ def load(path: Path, tensors: dict[str, torch.Tensor], *, alone: bool = False) -
 def reader(path: Path) -> tuple[dict[str, torch.Size], Callable[[str], torch.Tensor]]:
     """Return the shapes of a verified checkpoint's tensors by name, and a function that reads one tensor.
 
-    `load` would read the index of the checkpoint again for each tensor.
+    Use this function to read one tensor at a time, because `load` reads the index of the checkpoint in each call.
     """
     metadata = HuggingFaceStorageReader(str(path)).read_metadata()
     saved = _tensors_of(metadata)
@@ -173,7 +174,7 @@ def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read the `state.json` of a verified checkpoint. Raise `InputError` if another version wrote it."""
+    """Read the `state.json` of a verified checkpoint. Raise `InputError` if its format is not of this version."""
     state: dict[str, Any] = read_json(path / "state.json")
     if (state.get("format"), state.get("version")) != (FORMAT, VERSION):
         raise InputError(f"{path}: written by another version of esmshard; use that version, or start again")
@@ -183,14 +184,14 @@ def read_state(path: Path) -> dict[str, Any]:
 class Saver:
     """The writer of a run's checkpoints. Every rank creates a `Saver`, and calls `save` at the same steps.
 
-    Use it as `with saver:`. If an error ends the block, the run waits for the checkpoint that is being written.
+    Use it as `with saver:`. If an error ends the block, the rank waits for the checkpoint that is being written.
 
-    In the background mode, `save` waits until the previous copy is written, copies this rank's shards to the host's
-    memory, and returns. A thread with its own process group writes the copy, so messages of the two threads do not mix.
-    The copy needs 12 bytes for each trained parameter in the shards: the weight and both moments of AdamW. torch's
-    `async_save` would end before the files have hashes and the checkpoint has its name.
+    With `background`, `save` waits until the previous copy is written, copies this rank's shards to the host's memory,
+    and returns. A thread then writes the copy. It has its own process group, so its messages do not mix with those of
+    training. The copy needs 12 bytes for each trained parameter in the shards: the weight and both moments of AdamW.
+    torch's `async_save` is not used, because it ends before the files have hashes and the checkpoint has its name.
 
-    A rank waits at most `timeout` seconds for the other ranks.
+    A rank that waits more than `timeout` seconds for another rank raises an error.
     """
 
     def __init__(self, directory: Path, keep: int, background: bool, timeout: int = 1800) -> None:
@@ -217,7 +218,7 @@ class Saver:
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
     ) -> None:
-        """Write a checkpoint as `write` does. An error of the previous `save` is raised here, too."""
+        """Write a checkpoint as the function `write` does. If the previous one was not written, raise its error."""
         self.finish()
         options: dict[str, Any] = {"keep": self._keep, "best": best, "group": self._group}
         if not self._background:
@@ -228,7 +229,7 @@ class Saver:
         self._writing = self._pool.submit(write, self._directory, step, staged, state, **options)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written. If the background thread has failed, raise its error once."""
+        """Wait until the last checkpoint is written. If it was not written, raise the error once."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
@@ -236,9 +237,9 @@ class Saver:
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Replace torch's `CheckpointException` by the error of the first rank that failed.
+    """Replace torch's `CheckpointException` by the error of the lowest rank that failed.
 
-    `except Exception` does not catch `CheckpointException`, because that class may also wrap Ctrl-C.
+    `CheckpointException` is a `BaseException`, because it may contain Ctrl-C, so `except Exception` does not catch it.
     """
     try:
         with warnings.catch_warnings():
@@ -249,7 +250,7 @@ def _plain_errors() -> Iterator[None]:
 
 
 def _together(function: Callable[[], Any], group: Any) -> list[Any]:
-    """Call a function on every rank, and return all results. All ranks raise the first `OSError` or `InputError`."""
+    """Call a function on all ranks, and return all results. All raise the lowest rank's `OSError` or `InputError`."""
     try:
         result = function()
     except (OSError, InputError) as error:
@@ -267,7 +268,7 @@ def _together(function: Callable[[], Any], group: Any) -> list[Any]:
 
 
 def _shared(message: str, is_shared: bool = True) -> InputError:
-    """Return an error that every rank raises, so that only the first rank prints it."""
+    """Return an error. With `is_shared`, every rank raises it, and only the first rank prints it."""
     error = InputError(message)
     error.shared = is_shared
     return error

@@ -42,8 +42,8 @@ COPIED = {
     "consolidate": ("source",),
     "finetune": ("resume",),
 }
-"""The arguments of each command that may be bucket addresses. Before the command runs, their files are copied into the
-local cache."""
+"""The arguments of each command that may be bucket addresses (`s3://`, `gs://`), and whose files are copied into the
+local cache before the command runs."""
 UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "report")
 """The commands whose `-o` may be a bucket address. The result is first written on this machine, then uploaded."""
 ADDRESSES = {
@@ -54,11 +54,13 @@ ADDRESSES = {
     "push": ("model",),
     "launch": ("arguments",),
 }
-"""The arguments of each command that may be bucket addresses, and that the command itself opens."""
+"""The arguments of each command that may be bucket addresses, and whose files the command itself opens."""
 
 
 def with_addresses(command: Command, values: dict[str, Any]) -> None:
-    """Copy the files of bucket addresses, run the command, and upload the result if `-o` is a bucket address."""
+    """Copy files from the bucket addresses in `values` to this machine. Run the command with these arguments. If `-o`
+    is a bucket address, upload the result.
+    """
     name, upload = command.__name__, None
     for key, value in list(values.items()):
         addresses = value if isinstance(value, list) else [value]
@@ -73,9 +75,9 @@ def with_addresses(command: Command, values: dict[str, Any]) -> None:
             values[key] = copies if isinstance(value, list) else type(value)(copies[0])
         else:
             raise UsageError(
-                f"{remote.address(addresses[0])}: `esmshard {name.replace('_', ' ')}` takes no address in a bucket for "
-                f"{key.replace('_', ' ')}; copy it with `aws s3 sync` or `gcloud storage rsync`, and pass a path on "
-                "a disk"
+                f"{remote.address(addresses[0])}: `esmshard {name.replace('_', ' ')}` needs a path on a disk for "
+                f"{key.replace('_', ' ')}, not a bucket; pass a path, and copy the files with `aws s3 sync` or "
+                "`gcloud storage rsync`"
             )
     if upload is None:
         return command(**values)
@@ -153,11 +155,13 @@ KEPT = {
     "ingest": "the pieces that were finished are kept",
     "download": "the files that were complete are kept",
 }
-"""What each command has saved when Ctrl-C stops it. Other commands save nothing before their end."""
+"""What each command has saved when Ctrl-C stops it. A command that is not in this dict saves nothing before its end."""
 
 
 def after_interrupt(command: str, values: Mapping[str, Any], words: Sequence[str]) -> str:
-    """Return the message after Ctrl-C: what `esmshard WORDS` has saved, and the command to continue or repeat it."""
+    """Return the message after Ctrl-C stops `esmshard` with the arguments `words`: what is saved, and the command that
+    continues, or starts again.
+    """
     if command not in KEPT or values.get("dry_run") or (command == "embed" and values["out"] is None):
         return f"no result was written; to start again: esmshard {shlex.join(words)}"
     words = [word for word in words if word != "--overwrite"]
@@ -227,12 +231,14 @@ NEXT: dict[str, Callable[[Mapping[str, Any]], str | None]] = {
     "download": lambda values: f"esmshard embed {values['names'][0]} my.fasta -o my.h5",
     "recipes_cp": lambda values: f"esmshard finetune {values['to']} --dry-run",
 }
-"""For each command, a function that returns the suggested next command, or None. Its argument is the values of the
-command's arguments."""
+"""For each command, a function that returns the suggested next command, or None. The function gets the arguments of the
+command that has ended."""
 
 
 def _declared(command: Command) -> Command:
-    """Return a function that also suggests the next command on a terminal, and prints a message after Ctrl-C."""
+    """Return `command` with additions: it accepts bucket addresses, suggests the next command if stderr is a terminal,
+    and prints a message after Ctrl-C.
+    """
 
     @functools.wraps(command)
     def run(**values: Any) -> None:

@@ -38,8 +38,8 @@ def launch(
     overwrite: Overwrite = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the job file without writing it.")] = False,
 ) -> None:
-    """Run a recipe, or workers of embed, on a cluster: write a job file, and submit it if the scheduler is here.
-    Type the arguments of embed after --.
+    """Write a job file that runs a recipe, or workers of embed, on a cluster. Submit it if this machine has sbatch or
+    kubectl. Type the arguments of embed after --.
     """
     from esmshard.cluster import launch as jobs
     from esmshard.cluster import site as sites

@@ -55,7 +55,10 @@ def ingest(
         raise UsageError("--max-length needs --long; pass --long crop, window, skip or error for the longer sequences")
     chains = join_option(join) or Chains()
     if chains.gap:
-        raise UsageError(f"--join {join}: a store cannot save a gap; pass the gap to the command that reads the store")
+        raise UsageError(
+            f"--join {join}: a store cannot save a gap; leave the gap out here, and pass --join {join} (finetune: "
+            f"data.join.gap={chains.gap}) to the command that reads the store"
+        )
     rules = Rules(on_unknown, a3m, keep_gaps, long or "full", max_length, on_nucleotides, chains.tokens, *columns)
     store = ingest(fasta, out, rules, on_duplicate, workers, overwrite, say)  # type: ignore[arg-type]
     for notice in store.notices:
@@ -71,7 +74,7 @@ def track(
     device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Compute a track (a further input for each residue) from structures, for `--track` and `data.tracks`."""
+    """Compute a track (an extra input of a model for each residue) from structures, for `--track` and `data.tracks`."""
     from esmshard.predict.track_codes import write_codes
 
     print(write_codes(name, structures, weights, out, device=device, overwrite=overwrite))
@@ -120,7 +123,9 @@ def split(
     if sets is not None and (method.by != "given" or wild_type is not None):
         raise UsageError("--sets is for --by given with sequences; pass --by given, or leave --sets out")
     if wild_type is not None and (sequence_column or id_column):
-        raise UsageError("--sequence-column and --id-column are for sequences; leave out these two or --wild-type")
+        raise UsageError(
+            "--sequence-column and --id-column are for sequences; leave both out, or leave --wild-type out"
+        )
     files.may_write(out, overwrite)
     if wild_type is not None:
         targets = None if method.by != "low-to-high" else (target,) if target else ()

@@ -51,7 +51,7 @@ def embed(
         Literal["full", "window", "truncate"], Option(help="What to do with proteins longer than --window.")
     ] = "full",
     window: Annotated[
-        int | None, Option(min=2, help="Residues of a window, or after truncate; by default as in training.")
+        int | None, Option(min=2, help="Residues of a window, or kept by truncate; by default as in training.")
     ] = None,
     overlap: Annotated[int, Option(help="Residues that neighbouring windows share.")] = 256,
     tokens: Annotated[
@@ -61,7 +61,7 @@ def embed(
     join: Join = None,
     nproc: LocalProcesses = None,
     device: Device = None,
-    reuse: Annotated[Path | None, Option(metavar="DIR", help="Copy equal sequences from an earlier output.")] = None,
+    reuse: Annotated[Path | None, Option(metavar="DIR", help="Copy embeddings from DIR, an earlier output.")] = None,
     engine: Annotated[
         Literal["local", "array", "ray"],
         Option(help="Processes of this machine, workers of a job array that all run this command, or a Ray cluster."),
@@ -120,7 +120,7 @@ def _integers(option: str, text: str) -> list[int]:
     try:
         return [int(number) for number in text.split(",") if number.strip()]
     except ValueError:
-        raise UsageError(f"{option} {text}: numbers with commas between them are expected, such as 5,6") from None
+        raise UsageError(f"{option} {text}: whole numbers with commas between them are expected, such as 5,6") from None
 
 
 embeddings = typer.Typer(help="Show and merge outputs of embed.", no_args_is_help=True)
@@ -144,7 +144,7 @@ def embeddings_merge(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Merge a directory of parts into one file. The directory stays."""
+    """Merge a directory of parts into one file. The directory is kept."""
     from esmshard.embed import engines
     from esmshard.io import remote
 
@@ -165,7 +165,7 @@ def predict(
         Option("-o", "--out", help="File: .npz, .h5, .zarr or .safetensors (one array per record), .csv or .parquet."),
     ] = None,
     all_singles: Annotated[
-        bool, Option("--all-singles", help="For variants: rank every single substitution; without a table.")
+        bool, Option("--all-singles", help="For variants: rank all single substitutions; pass no table.")
     ] = False,
     propose: Annotated[
         int | None, Option(min=1, max=1_000_000, metavar="N", help="For variants: choose N to measure next.")
@@ -203,7 +203,7 @@ def predict(
         if png or strict or complexes:
             raise UsageError("--png, --strict and --complexes are for proteins, not for variants; leave them out")
         if tracks:
-            raise UsageError("--track: a model of variants already has the tracks of its wild type; leave it out")
+            raise UsageError("--track: a model of variants already has the tracks of its wild type; leave --track out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
         how |= {"all_singles": all_singles}
@@ -215,7 +215,7 @@ def predict(
     if all_singles or propose or mutant or sites or baseline or offset is not None:
         raise UsageError(
             "--all-singles, --propose, --sites, --with, --mutant and --offset are for models of variants, but "
-            f"{model} is another model; leave them out"
+            f"{model} was trained for another task; leave them out"
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
@@ -242,7 +242,7 @@ def score(
         Option(help="For variants the first (default), second or third; for sequences the third (default) or fourth."),
     ] = None,
     ensemble: Annotated[
-        list[str] | None, Option(metavar="MODEL", help="A further model, for average scores (repeatable).")
+        list[str] | None, Option(metavar="MODEL", help="Another model, for average scores (repeatable).")
     ] = None,
     mutant: MutantColumn = None,
     target: TargetColumn = None,
@@ -255,7 +255,7 @@ def score(
     device: Device = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Score variants or sequences with a language model, without training (zero-shot). Higher is more natural."""
+    """Score variants or sequences with a language model, without training (zero-shot). Higher means more natural."""
     from esmshard.data.tracks import named_tracks
     from esmshard.predict import zero_shot
 
@@ -265,11 +265,13 @@ def score(
     how |= {"device": device, "overwrite": overwrite} | ({} if method is None else {"method": method})
     if table is None and not all_singles:
         if mutant or target or offset is not None:
-            raise UsageError("--mutant, --target and --offset are for tables of variants; name the table after FASTA")
+            raise UsageError(
+                "--mutant, --target and --offset are for tables of variants; name a table after the FASTA file"
+            )
         print(zero_shot.score_sequences(model, sequences, out, **how, join=join))
         return
     if join is not None:
-        raise UsageError("--join is for sequences of several chains, and variants have one chain; leave it out")
+        raise UsageError("--join is for sequences of several chains, and variants have one chain; leave --join out")
     if table is not None and all_singles:
         raise UsageError("pass either a table of variants or --all-singles, not both")
     how |= {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
@@ -309,8 +311,8 @@ def evaluate(
     recipe, config = Recipe.model_validate(tuned.about["recipe"]), tuned.model.trunk.config
     if recipe.task.reads_table:
         raise UsageError(
-            f"{model}: is a model of variants, which finetune has tested already; for another table, run "
-            "`esmshard predict MODEL TABLE`, which prints Spearman's correlation with the measured values"
+            f"{model}: is a model of variants, which `esmshard finetune` has tested already; for another table, "
+            "run `esmshard predict MODEL TABLE -o FILE`, which prints Spearman's correlation with the measured values"
         )
     if png is not None and tuned.task.names:
         raise UsageError(f"--png {png}: is for contact maps, but {model} predicts none; leave --png out")

@@ -23,7 +23,7 @@ def consolidate(
     adapter: Annotated[
         bool, Option("--adapter", help="For a LoRA run: write only the adapter (for PEFT) and the head.")
     ] = False,
-    base: Annotated[str | None, Option(metavar="MODEL", help="The base model of a LoRA run, if it moved.")] = None,
+    base: Annotated[str | None, Option(metavar="MODEL", help="New path of the base model of a LoRA run.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
     """Make a model directory from a sharded checkpoint, or convert a model to another file layout."""
@@ -43,8 +43,8 @@ def download(
     to: Annotated[Path | None, Option(help="Directory for NAME/; by default the Hugging Face cache.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Download released models, or repositories of the Hugging Face hub. Commands then find a model by its name or,
-    with --to, by its path on machines without network.
+    """Download released models, or repositories of the Hugging Face hub. Without network, commands then find
+    a model by its name, or with --to by its path.
     """
     from esmshard.model import hub
 

@@ -17,7 +17,9 @@ RELEASED = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_6
 
 
 def recipes(ctx: Context, incomplete: str) -> list[str]:
-    """Return shipped recipes, YAML files (not for `recipes cp`) and, for `launch`, the commands that it can run."""
+    """Return shipped recipes, the YAML files in the directory of `incomplete` (except for `recipes cp`), and, only for
+    `launch`, the words `embed` and `doctor`.
+    """
     from esmshard.recipe import recipe_file
 
     files = [] if ctx.info_name == "cp" else sorted(map(str, Path(f"{incomplete}*").parent.glob("*.yaml")))
@@ -25,12 +27,12 @@ def recipes(ctx: Context, incomplete: str) -> list[str]:
 
 
 def models(ctx: Context) -> list[str]:
-    """Return the names of released models, and of the shipped models for all commands except `download`."""
+    """Return the names of released models and, except for the command `download`, of the shipped models."""
     return [*([] if ctx.info_name == "download" else ["starter", "demo"]), *RELEASED.split()]
 
 
 def recipe_keys(ctx: Context) -> list[str]:
-    """Return all recipe keys, such as `optim.lr=`, from the file recipes/schema.json."""
+    """Return all recipe keys, such as `optim.lr=`, from recipes/schema.json. While a value is typed, return []."""
     schema = json.loads((shipped("recipes") / "schema.json").read_text(encoding="utf-8"))
 
     def below(section: dict[str, Any], prefix: str) -> Iterator[str]:
@@ -74,7 +76,7 @@ MutantColumn = Annotated[
 ]
 Overrides = Annotated[
     list[str] | None,
-    Argument(metavar="[KEY=VALUE]...", help="Changed recipe keys, as optim.lr=1e-4.", autocompletion=recipe_keys),
+    Argument(metavar="[KEY=VALUE]...", help="Recipe keys to set, such as optim.lr=1e-4.", autocompletion=recipe_keys),
 ]
 Overwrite = Annotated[bool, Option("--overwrite", help="Replace an earlier result.")]
 Recipe = Annotated[
@@ -89,7 +91,5 @@ TargetColumn = Annotated[
 ]
 TrackPaths = Annotated[
     list[str] | None,
-    Option(
-        "--track", metavar="NAME=PATH", help="A further input of the model, such as 3di=letters.fasta (repeatable)."
-    ),
+    Option("--track", metavar="NAME=PATH", help="An extra input of the model, such as 3di=letters.fasta (repeatable)."),
 ]

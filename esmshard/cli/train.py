@@ -12,7 +12,7 @@ from esmshard.cli.options import AsJson, Device, LocalProcesses, Overrides, Over
 from esmshard.errors import ExitCode, RunFailed, UsageError
 
 _STARTED = time.time()
-"""The time when this process started, in seconds since 1970. The goodput of the run is measured from this time."""
+"""The time when this process started, in seconds since 1970. Goodput (the useful share of time) counts from here."""
 
 
 def finetune(

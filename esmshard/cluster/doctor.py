@@ -33,7 +33,7 @@ Level = Literal["ok", "note", "warning", "error"]
 ANSWER = 30.0
 """How many seconds to wait for the program nvidia-smi, which hangs if a GPU hangs."""
 START = 120
-"""How many seconds the processes of `doctor` wait for each other."""
+"""How many seconds the processes of `doctor` wait for a process that is late or missing."""
 _NETWORK = re.compile(r"NCCL INFO Using network (.*\S)")
 
 

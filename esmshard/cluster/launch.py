@@ -31,13 +31,13 @@ Target = Literal["slurm", "kubernetes"]
 
 TEMPLATES = Path(__file__).parent / "templates"
 ENDINGS: dict[Target, str] = {"slurm": ".sbatch", "kubernetes": ".job.yaml"}
-"""The ending of the job file for each scheduler. It must differ from the ending of a recipe with the same name."""
+"""The ending of the job file for each scheduler. With `.yaml`, a job file could replace a recipe of the same name."""
 COMMANDS: dict[Target, tuple[str, ...]] = {"slurm": ("sbatch",), "kubernetes": ("kubectl", "apply", "-f")}
 """The command that submits a job file to each scheduler. The path of the file is the last argument."""
 MAX_RESTARTS = 3
 """How often a job may restart after it loses a process or a node. `doctor` never restarts."""
 GRACE = 660
-"""The seconds between SIGTERM and SIGKILL for a pod. `--nproc N` kills its processes after 600 seconds."""
+"""The seconds between SIGTERM and SIGKILL for a pod. The launcher of `--nproc N` kills late processes after 600 s."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,8 +49,8 @@ class Job:
     kind: Literal["finetune", "embed", "doctor"]
     """The command. `finetune` and `doctor` use all nodes together. `embed` has `array` separate workers."""
     arguments: tuple[str, ...]
-    """The arguments of `esmshard`, such as ("finetune", "/my.yaml", "--resume", "auto"). The template adds others. On
-    Kubernetes, the recipe is a shipped recipe, or a path in the pods."""
+    """The arguments of `esmshard`, such as ("finetune", "/my.yaml", "--resume", "auto"). The job file adds more
+    arguments. On Kubernetes, the recipe is a shipped recipe, or a path in the pods."""
     out: str
     """The directory of a run, or the output of `embed`."""
     directory: str = "/"
@@ -66,7 +66,7 @@ class Job:
     """The number of processes on each node."""
     starts_processes: bool = False
     """Whether `esmshard` itself starts the processes of a node, as for `embed` and cross-validation. Otherwise srun, or
-    torchrun in several pods, starts them."""
+    torchrun if a run has several pods, starts them."""
     array: int = 1
     """The number of workers of `embed`. Each worker is a task of a Slurm job array, or a pod."""
     time: str | None = None
@@ -77,7 +77,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The options of `esmshard launch`. None means that the user did not set an option."""
+    """The options of `esmshard launch`. None means that the user did not set the option."""
 
     target: Target
     nodes: str | None = None
@@ -238,7 +238,7 @@ def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
     """Write the text of a job file to `path`.
 
     Raises:
-        UsageError: if the file exists with another text, without `overwrite`, or if the job reads this file.
+        UsageError: if `path` is in `reads`, or if the file exists with another text and `overwrite` is False.
         InputError: if the file cannot be written.
     """
     raw = text.encode("utf-8", "surrogateescape")  # names of files need not be UTF-8
@@ -253,8 +253,8 @@ def write(text: str, path: Path, overwrite: bool, reads: Sequence[str]) -> None:
 
 
 def submit(path: Path, target: Target) -> str:
-    """Submit a job file, and return the answer of the scheduler. Without a scheduler, return the command to type on
-    another machine. Raises `InputError` if the scheduler refuses the file.
+    """Submit a job file, and return the answer of the scheduler. Without `sbatch` or `kubectl`, return the command to
+    type on another machine. Raises `InputError` if the scheduler refuses the file.
     """
     program, *arguments = COMMANDS[target]
     file = str(path) if path.is_absolute() else f"./{path}"  # a name that begins with - would be an option
@@ -273,7 +273,7 @@ def default_file(job: Job, target: Target) -> Path:
 
 
 def _slurm(job: Job, site: Site) -> dict[str, Any]:
-    """Return the template variables for Slurm. Raises `UsageError` if the profile lacks a key or a mount."""
+    """Return the template variables for Slurm. Raises `UsageError` if the profile lacks a key or a path's mount."""
     container, tasks = site.container, 1 if job.starts_processes else job.nproc
     if container.runtime == "none" and site.python is None:
         raise UsageError("python: the job needs a Python interpreter; set its path in the site profile")

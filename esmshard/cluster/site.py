@@ -21,7 +21,7 @@ VARIABLE = "ESMSHARD_SITE"
 
 
 def _form(pattern: str, what: str) -> AfterValidator:
-    """Return a pydantic validator for texts in scripts. A text must match `pattern`. Errors say it must be `what`."""
+    """Return a pydantic validator. If a text does not match `pattern`, the error says that the text must be `what`."""
 
     def check(value: str) -> str:
         if not re.fullmatch(pattern, value, re.ASCII):
@@ -32,7 +32,7 @@ def _form(pattern: str, what: str) -> AfterValidator:
 
 
 Word = Annotated[str, _form(r"[^\s\x00-\x1f\x7f\"'`\\#$]+", "without blanks, quotes, backslashes, backquotes, # and $")]
-"""A text for an #SBATCH line of a Slurm script. Slurm does not always understand quotes in these lines."""
+"""A text for an #SBATCH line of a Slurm script. Quotes are not allowed, because Slurm may misread them."""
 Option = Annotated[
     str, _form(r"--[a-z][a-z-]*(=[^\s\x00-\x1f\x7f\"'`\\#$]+)?", "an option such as --mail-type=END, without blanks")
 ]
@@ -73,7 +73,7 @@ class SlurmSite(Settings):
     """Lines of bash that the job runs before esmshard, such as `module load cuda/12.8`, `conda activate esm` or `ulimit
     -l unlimited`. The job ends if a line fails."""
     options: tuple[Option, ...] = Field((), strict=False)
-    """Further options of sbatch, such as --qos=long or --mail-type=END."""
+    """Options of sbatch that each job gets, such as --qos=long or --mail-type=END."""
     grace: int = Field(180, ge=10, le=65535)
     """How many seconds before the time limit Slurm tells a run to save (option --signal=B:USR1@N of sbatch)."""
 
@@ -93,15 +93,15 @@ class KubernetesSite(Settings):
     shm: str = "16Gi"
     """The size of /dev/shm, with which processes exchange tensors. The usual 64 MiB of Kubernetes are too small."""
     resources: dict[str, str] = Field(default_factory=dict)
-    """Further resource limits of a pod, such as rdma/hca: "1", or cpu: "8" for pods without GPUs."""
+    """Resource limits that are added to a pod, such as rdma/hca: "1", or cpu: "8" for pods without GPUs."""
     pod: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of the pod specification, such as nodeSelector, tolerations and imagePullSecrets."""
+    """Keys that are added to the pod specification, such as nodeSelector, tolerations and imagePullSecrets."""
     labels: dict[str, str] = Field(default_factory=dict)
     """Labels of the job and its pods, such as kueue.x-k8s.io/queue-name: team-a."""
     secret: str | None = None
     """The name of a Kubernetes Secret, whose keys (such as WANDB_API_KEY) become environment variables of the job."""
     user: int = Field(1000, ge=1, lt=2**31)
-    """The user id of the processes in the container, but not 0 (root)."""
+    """The user id of the processes in the container. 0 (root) is not allowed."""
     port: int = Field(29400, ge=1024, le=65535)
     """The port on which torchrun in the first pod of a run waits for the other pods."""
 

@@ -109,7 +109,9 @@ def require_length(track: Track, values: npt.NDArray[Any], length: int, where: s
 
 @functools.cache
 def _numbers(letters: str, unknown: int) -> npt.NDArray[np.uint8]:
-    """Return the track value of each ASCII code, uint8 [256]; `_INVALID` for other characters."""
+    """Return the track value of each ASCII code, uint8 [256]: for a letter of `letters` (in upper or lower case), its
+    index in `letters`; for `#`, `unknown`; for all other characters, `_INVALID`.
+    """
     numbers = np.full(256, _INVALID, np.uint8)
     for number, letter in enumerate(letters):
         numbers[[ord(letter.lower()), ord(letter.upper())]] = number
@@ -132,7 +134,7 @@ def _letters(track: Track, given: Any, where: str) -> npt.NDArray[np.uint8]:
 
 
 def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, npt.NDArray[Any]]]:
-    """Yield the record number and the track values, [L, ...], of each record in a source, in the order of the source.
+    """Yield the record index and the track values, [L, ...], of each record in a source, in the order of the source.
 
     Proteins that are not in the store are skipped. `edits` collects notices. Raises `InputError` if the source cannot
     be read, values do not fit their record, or a record has values twice.
@@ -145,7 +147,7 @@ def entries(track: Track, source: Path, records: TokenStore, edits: Edits) -> It
     elif source.suffix == ".npz":
         given = _by_id(records, ((name, values, str(source)) for name, values in read_arrays(source).items()))
     else:
-        raise InputError(f"{source}: {track.title} are read from an .npz file with an array for each record by its id")
+        raise InputError(f"{source}: {track.title} are read from an .npz file with an array for each record id")
     places: dict[int, str] = {}
     for n, value, place, where in given:
         if n in places:
@@ -163,7 +165,9 @@ def _by_id(records: TokenStore, given: Iterable[tuple[str, Any, str]]) -> Iterat
 
 
 def _structure_entries(source: Path, records: TokenStore, edits: Edits) -> Iterator[tuple[int, Any, str, str]]:
-    """Read the structure files of records. `1abc.cif` belongs to records `1abc`, `1ABC`, `1abc_A` and `sp|1ABC|X`."""
+    """Yield the index, coordinates, file and beginning of a message for each record with a structure file. `1abc.cif`
+    belongs to the records `1abc`, `1ABC`, `1abc_A` and `sp|1ABC|X`.
+    """
     records_of_name: dict[str, list[int]] = defaultdict(list)
     for n in range(len(records)):
         name = records.id(n).lower()
@@ -209,7 +213,7 @@ VERSION = 3
 
 
 class TrackStore:
-    """The values of one track for the N records of a token store, read from the directory of `write_track`."""
+    """The values of one track for the N records of a token store, read from the directory that `write_track` made."""
 
     def __init__(self, path: Path, track: Track, store: TokenStore) -> None:
         self.path, self.track, self.records = path, track, store
@@ -351,7 +355,7 @@ class RecordTracks:
     """All tracks of the records of a token store. `files` has the path of each track, for notices.
 
     If the records are variants of one protein, all get the values of record 0, and `protein` is the part of record 0
-    that the model reads.
+    that the model reads; else `protein` is None.
     """
 
     def __init__(
@@ -368,7 +372,7 @@ class RecordTracks:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def get(self, n: int, part: slice | npt.NDArray[np.int64]) -> dict[str, npt.NDArray[Any]]:
-        """Return the values of the residues `part` of record n by track name; see the function `in_batches`."""
+        """Return the track values of the residues `part` of record n by track name, as `in_batches` returns them."""
         record, protein = (n, slice(None)) if self._protein is None else (0, self._protein)
         return {store.track.name: in_batches(store.track, store[record][protein][part]) for store in self._stores}
 

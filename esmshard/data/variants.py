@@ -166,7 +166,7 @@ NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score 
 Replicates = Literal["error", "mean", "keep"]
 Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
-"""The maximum share of unusable rows in a table. A table with more unusable rows is refused."""
+"""A table is refused if over this share of its rows have no valid variant, or do not fit the wild type."""
 
 FEW_SITES, COMBINED = 10, 0.1
 """Variants are a combinatorial library if they change at most FEW_SITES sites in total, and if more than the share
@@ -237,11 +237,11 @@ def read_variants(
         targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. None reads no
             values.
         offset: the number to add to each position in the table. If the positions do not fit the wild type, "auto"
-            searches for a number that fits at least five sites and nearly all mutations.
-        unusable: `drop` leaves out unusable rows, `error` refuses the table. Unusable rows have a stop codon, a
-            synonymous change, no valid mutation, or a residue that the wild type does not have. Even with `drop`, the
-            table is refused if over a tenth of the rows have no valid mutation, or if over a tenth do not fit.
-        keep_synonymous: whether synonymous changes are kept and named.
+            searches for a number with which at least five sites and nearly all mutations fit.
+        unusable: `drop` leaves out unusable rows, `error` refuses the table. A row is unusable if it has a stop codon,
+            a synonymous change or no valid mutation, or does not fit the wild type. Even with `drop`, the table is
+            refused if over a tenth of the rows have no valid mutation, or if over a tenth do not fit the wild type.
+        keep_synonymous: whether rows with synonymous changes are kept, with names such as `A24A`.
         replicates: if a variant is in several rows, `error` refuses the table, `mean` averages the values, and `keep`
             makes a variant of each row.
 
@@ -255,7 +255,7 @@ def read_variants(
     reading = _Reading(table, protein, name, unusable, notices)
     column, has_sequences = (mutant, False) if mutant is not None else _column(table)
     if has_sequences and offset not in (0, "auto"):
-        raise UsageError(f"{path}: offset shifts numbered mutations, but column {shown(column)} has sequences")
+        raise UsageError(f"{path}: offset shifts numbered mutations; leave it out, as {shown(column)} has sequences")
     target_names, target_RT = reading.targets(targets)
     if has_sequences:
         reading.parse(column, functools.partial(compare, wild_type=protein))
@@ -310,13 +310,15 @@ class _Reading:
         return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:
-        """Add a notice such as `read 2 rows ...`, unless `rows` is empty."""
+        """Add a notice `VERB 2 rows WHAT (LINES)`, unless `rows` is empty."""
         if rows:
             lines = first_three(rows, self.table.at)
             self.notices.append(f"{self.table.path}: {verb} {counted(len(rows), 'row')} {what} ({lines})")
 
     def leave_out(self, reason_of: dict[int, str], what: str, *, each: bool = False) -> None:
-        """Leave out the rows in `reason_of`, and add a notice (with the first three reasons if `each` is true)."""
+        """Leave out the rows in `reason_of`, and add the notice `left out 2 rows WHAT`. If `each` is true, the notice
+        has the first three reasons.
+        """
         if reason_of and each:
             count = counted(len(reason_of), "row")
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
@@ -343,7 +345,7 @@ class _Reading:
                 )
             names = (usual,)
         if len(set(names)) < len(names):
-            raise UsageError(f"data.target: names a column twice: {', '.join(names)}")
+            raise UsageError(f"data.target: names a column twice: {', '.join(names)}; leave one of them out")
         target_RT = np.stack([table.numbers(name) for name in names], axis=1)
         for name in names:
             commas = [row for row, cell in enumerate(table.column(name)) if "," in cell]
@@ -356,7 +358,9 @@ class _Reading:
         return names, target_RT
 
     def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
-        """Parse the variants of the remaining rows with the function `read`."""
+        """Parse the cells of `column` with the function `read`, except in left-out rows. Rows that `read` refuses are
+        left out too. If they are more than the share `max_unusable`, `InputError` names the first three.
+        """
         rows = [row for row in range(len(self.table)) if row not in self.left_out]
         cells, refused = self.table.column(column), dict[int, str]()
         for row in rows:
@@ -370,8 +374,8 @@ class _Reading:
         self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
 
     def place(self, offset: int | Literal["auto"]) -> int:
-        """Add a shift to all positions so that the variants fit the wild type, and return the shift. Variants that do
-        not fit are left out. If they are more than the share `max_unusable`, `InputError` names the first three.
+        """Add `offset` (for `auto`, a shift that fits the wild type) to all positions. Return the shift. Variants that
+        do not fit are left out. If they are more than the share `max_unusable`, `InputError` names the first three.
         """
         path, protein, name = self.table.path, self.protein, self.protein_name
         counts = Counter(itertools.chain.from_iterable(self.variants.values()))
@@ -451,7 +455,7 @@ class _Reading:
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
-    """Return the only sequence in a FASTA file. Sentences about changes are appended to `notices`."""
+    """Return the only sequence in a FASTA file. Sentences about changed letters are appended to `notices`."""
     edits = Edits()
     records = list(read_fasta(fasta, edits))
     if len(records) > 1:
@@ -480,8 +484,9 @@ def _column(table: Table) -> tuple[str, bool]:
 
 
 def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]:
-    """Return the shift that fits the largest number of mutations, and how many mutations and sites fit. If another
-    shift fits more than half as many sites, return 0 for the sites.
+    """Return the shift with which the largest number of mutations fits `protein`, the number of mutations that fit, and
+    the number of sites that fit. If more than half as many sites fit with another shift, the last number is 0. `counts`
+    has the number of times that each mutation occurs.
     """
     sites: Counter[tuple[int, str]] = Counter()
     for mutation, count in counts.items():

@@ -1,1 +1,1 @@
-"""Compute embeddings for any number of sequences, in one or many processes that can be restarted."""
+"""Compute embeddings for any number of sequences, in one or many processes. An interrupted job can be continued."""

@@ -1,8 +1,8 @@
 """Compute embeddings: the arrays of each sequence, and the parts of an `embed` job.
 
 Sequences of similar lengths are computed together in a batch (pack). A pack that does not fit into memory is divided
-into smaller packs, and at last each protein into windows. A model that does not fit can be spread over GPUs, memory
-and disk.
+into smaller packs. A single sequence that does not fit is divided into windows. A model that does not fit can be spread
+over GPUs, memory and disk.
 """
 
 import functools
@@ -87,11 +87,11 @@ class Embedder:
     Other sequences in the same batch (pack) change the values of a sequence only by rounding (1e-6 in fp32).
 
     Args:
-        esm: the model in evaluation mode, built for the dtype of the arithmetic.
+        esm: the model in evaluation mode. The dtype of its weights is also the dtype of the arithmetic.
         outputs: one or more outputs. Means over residues are computed in fp32.
         dtype: the dtype of the returned arrays.
         long: the treatment of long sequences.
-        tokens: the maximum number of tokens of a batch (pack). A longer sequence is computed without others.
+        tokens: the maximum number of tokens of a batch (pack). A longer sequence gets a pack without other sequences.
         device: the device to which batches are sent; by default the device of the weights.
         threads: whether a CPU may compute several batches (packs) at the same time.
     """
@@ -130,7 +130,7 @@ class Embedder:
         return [*([in_packs[k] for k in group] for group in groups), *([n] for n in in_windows)]
 
     def _cost(self, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the cost of each sequence in tokens. Attention maps make long sequences more expensive."""
+        """Return the cost in tokens of sequences with `kept` residues. Attention maps make long sequences cost more."""
         cost: npt.NDArray[np.int64] = np.maximum(kept + 2, kept * kept * self._maps * self.tokens // PACK_MAPS)
         return cost
 
@@ -150,7 +150,7 @@ class Embedder:
 
         Args:
             sequences: the tokens of each sequence, `<cls> ... <eos>`, uint8 [L + 2], as from `esmshard.vocab.encode`.
-            tracks: the tracks of each sequence. All sequences have the same tracks; see `TokenBatch.tracks`.
+            tracks: the tracks of each sequence, with the same names for all sequences; see `TokenBatch.tracks`.
             take: is called with the index and the arrays of each sequence, by several threads and in any order.
         """
 
@@ -163,7 +163,7 @@ class Embedder:
         side_by_side(compute, packs, self.device, threads=self._threads)
 
     def _pack(self, inputs: Sequence[ModelInput]) -> list[Computed | Failed]:
-        """Compute all sequences at once. If memory does not suffice, try each half, and at last windows."""
+        """Compute all sequences at once. If memory does not suffice, try each half, and one sequence in windows."""
         results = halving(lambda members: self._finish(self._values(members)), inputs, self.device)
         return [result or self._in_windows(source) for source, result in zip(inputs, results, strict=True)]
 
@@ -227,7 +227,7 @@ class Embedder:
         return parts
 
     def _reduce(self, part: dict[str, torch.Tensor], source: ModelInput) -> dict[str, torch.Tensor]:
-        """Remove the linkers between chains from the values, and compute means and maxima over the residues."""
+        """Remove the linkers between chains from the values `part`, and compute means and maxima over the residues."""
         kept_L, values = torch.from_numpy(is_residue(source.tokens[1:-1])), dict[str, torch.Tensor]()
         for output in self.outputs:
             x = part[f"residue_{output.layer}" if output.pool in ("mean", "max", "residue") else output.name]
@@ -298,7 +298,7 @@ class Embedder:
 
 
 def _taper(start: int, long: Long, length: int) -> torch.Tensor:
-    """Return the weight of each residue of a window, fp32 [W]: 1, but falling to the window's end in an overlap."""
+    """Return the weight of each residue of a window, fp32 [W]: 1, but in an overlap it falls to the window's end."""
     place_W = torch.arange(long.window, dtype=torch.float32)
     weight_W = torch.ones(long.window)
     width = long.overlap + 1
@@ -406,7 +406,7 @@ class Work:
     tokens: int | None
     """See `Embedder`."""
     reuse: Path | None = None
-    """An earlier directory of parts, from which equal rows are copied."""
+    """An earlier directory of parts, from which rows with equal keys are copied."""
     offload: bool = False
     """Whether the model is spread over all GPUs, the memory and the disk."""
     bucket: str | None = None
@@ -421,7 +421,9 @@ class Worker:
         source, device = weights.read(work.model), torch.device(work.device)
         self.spec = spec = Spec.of(plan["spec"])
         if model_hash(source) != spec.model_hash:
-            raise InputError(f"{source.source}: its weights have changed since the start; --overwrite starts over")
+            raise InputError(
+                f"{source.source}: its weights have changed since this output was begun; pass --overwrite to start over"
+            )
         source, dtype = weights.joining(source, spec.chains, "--join"), TORCH[spec.compute]
         how: dict[str, Any] = {"dtype": spec.dtype, "long": spec.long, "tokens": work.tokens}
         if work.offload:
@@ -439,7 +441,7 @@ class Worker:
         self.reuse = None if work.reuse is None else EmbeddingStore(work.reuse)
 
     def compute(self, part: int) -> tuple[int, int]:
-        """Compute and write a part. Return its number of rows and of residues; (0, 0) if the part existed already."""
+        """Compute and write a part. Return its numbers of rows and residues; (0, 0) if the part existed already."""
         spec, index = self.spec, self.parts.index
         if self.parts.is_done(part):
             return 0, 0

@@ -62,7 +62,7 @@ PART_FILE = f"parts/{'[0-9]' * 6}-{'[0-9a-f]' * 8}.safetensors"
 PARTS_FILES = ["plan.json", "manifest.json", "failed.tsv", "index/*", PART_FILE]
 """The names of the files in a directory of parts, as patterns for the module `fnmatch`."""
 MOST_LOSSES = 3
-"""The maximum number of times in a row that processes may be killed before a part is finished."""
+"""How many times in a row processes may be killed while no part is finished. The next time is an `InputError`."""
 
 
 def summary(out: Path | str, manifest: Mapping[str, Any]) -> str:
@@ -97,13 +97,13 @@ class Share:
 def share(text: str | None) -> Share:
     """Return the share of this process, from the option `--worker I/N` (`text`) or else from environment variables.
 
-    Slurm arrays, torchrun and srun set both numbers. An Indexed Job of Kubernetes sets only the number of the worker,
-    so `--worker $JOB_COMPLETION_INDEX/N` is necessary. Raise `UsageError` if a number is missing or wrong.
+    Slurm arrays, torchrun and srun set I and N. An Indexed Job of Kubernetes sets only I, so the option
+    `--worker $JOB_COMPLETION_INDEX/N` is necessary. Raise `UsageError` if I or N is missing or wrong.
     """
     if text is not None:
         number, _, count = text.partition("/")
         if not (number.isdecimal() and count.isdecimal() and int(number) < int(count)):
-            raise UsageError(f"--worker {text}: a number from 0 and the number of workers are expected, such as 0/8")
+            raise UsageError(f"--worker {text}: I/N is expected, worker I (from 0) of N workers, such as 0/8")
         return Share(int(number), int(count))
     env = os.environ
     if "SLURM_ARRAY_TASK_ID" in env:
@@ -112,7 +112,7 @@ def share(text: str | None) -> Share:
     for number_name, count_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if number_name in env and count_name in env:
             return Share(int(env[number_name]), int(env[count_name]))
-    raise UsageError("--engine array: this process does not know its number; give --worker I/N, such as --worker 0/8")
+    raise UsageError("--engine array: no variable says which worker this is; give --worker I/N, such as --worker 0/8")
 
 
 def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> None:
@@ -126,8 +126,8 @@ def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> No
 
 def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int, progressed: Progressed) -> None:
     """Compute the missing parts in several processes of this machine. If a process is killed, start all processes
-    again, at most MOST_LOSSES times in a row; then raise `InputError`. With the device `cuda` each process uses
-    another GPU.
+    again, at most MOST_LOSSES times in a row; then raise `InputError`. With the device `cuda`, each process has its
+    own GPU.
     """
     losses, context = 0, multiprocessing.get_context("spawn")
     threads = int(os.environ.get("OMP_NUM_THREADS") or max(1, cpu_limits.cores() // processes))
@@ -159,11 +159,11 @@ def compute_locally(work: Work, missing: Callable[[], list[int]], processes: int
 
 
 _number = 0
-"""The number of this process in its pool, from 0. With the device `cuda`, process N uses GPU N."""
+"""The index of this process in its pool, from 0. With the device `cuda`, process N uses GPU N."""
 
 
 def _begin_process(numbers: Any, threads: int) -> None:
-    """Give a new process of the pool its number. Make the process ignore Ctrl-C, and end when its parent ends."""
+    """Give a new process of the pool its index. Make the process ignore Ctrl-C, and end when its parent ends."""
     global _number  # noqa: PLW0603  # each process has its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
@@ -185,7 +185,7 @@ def _compute_in_process(work: Work, part: int) -> tuple[int, int]:
 def compute_on_ray(work: Work, parts: Sequence[int], address: str, progressed: Progressed) -> None:
     """Compute each part as a task of a Ray cluster. A task uses one GPU or one core.
 
-    Machines may join and leave: Ray repeats the tasks of a lost machine elsewhere. All machines need a common file
+    Machines may join and leave: Ray repeats the tasks of a lost machine on others. All machines need a common file
     system. `address` is the address of a cluster, `auto` for the cluster that runs on this machine, or `local` for a
     new cluster with this machine only. Raise `UsageError` if the cluster cannot be reached.
     """
@@ -245,8 +245,8 @@ def embed(
     the standard input, a token store, structures, or an address in a bucket. For `part_tokens` see `begin`.
 
     Returns:
-        The manifest (see `esmshard.embed.parts`), with the path `failed_file`. With the engine `array`, only worker 0
-        writes the output, and the other workers return None.
+        The manifest (see `esmshard.embed.parts`), with the path of `failed.tsv` as `failed_file`. With the engine
+        `array`, only worker 0 writes the output, and the other workers return None.
 
     Raises:
         UsageError: if options contradict each other, or an output with other settings exists or was begun.
@@ -325,9 +325,9 @@ def reusable(path: Path, asked: EmbedRequest) -> EmbeddingStore:
 
 @contextlib.contextmanager
 def read_from(asked: EmbedRequest, fasta: Path) -> Iterator[tuple[EmbedRequest, Path, list[str]]]:
-    """Yield the request with a path for each track, the path of the sequences, and notices for the user. The path is a
-    file or a token store. Structures become a FASTA file of their chains. The standard input becomes a file, because
-    it can be read only once.
+    """Yield the request with a path for each track, the path of the sequences (a file or a token store), and notices
+    for the user. Structures become a FASTA file of their chains. The standard input becomes a file, because it can be
+    read only once.
     """
     with contextlib.ExitStack() as stack:
         sentences = [*asked.weights.notices, *without_tracks(asked.model, [file.track.name for file in asked.tracks])]

@@ -1,19 +1,19 @@
 """Write and read the directory of an `embed` job: the plan, the parts of the output, and an index by record id.
 
     OUT/
-      plan.json            the settings, facts on the input, and the first row of each part (`bounds`)
-      manifest.json        written last: the plan, with failed rows, counts, devices and versions
+      plan.json            the settings, facts about the input, and the first row of each part (`bounds`)
+      manifest.json        written last: the plan, with failed rows, counts, devices and torch versions
       parts/               000012-1f9c2a34.safetensors has the rows `bounds[12]` to `bounds[13]` - 1. The name ends in
                            the plan's digest. Each output is one tensor, with the rows one after the other: `mean_6`
                            [n, D], `residue_6` [sum(L), D], `logits` [sum(L), 33], `contacts` [sum(L^2)] and
-                           `attentions_6` [sum(H L^2)]. The metadata `note` is JSON: failed rows, device, versions
+                           `attentions_6` [sum(H L^2)]. The metadata `note` is JSON: failed rows, device and so on
       index/
-        ids.txt, ids.npy       ids of the N records, one on each line, and the byte at which each begins, int64 [N + 1]
+        ids.txt, ids.npy       ids of the N records, one on each line, and the byte where each id begins, int64 [N + 1]
         id_keys.npy, id_rows.npy   sorted hashes of the ids (`io.store.keys`), and the record of each hash
         lengths.npy            int32 [N]: number of residues of each record
         rows.npy               int64 [N]: the row of each record. Records with equal sequences share one of the U rows
         first.npy              int64 [U]: the first record of each row
-        keys.npy, key_rows.npy  `Spec.row_key` of each row, S16 [U], and the row numbers in the order of keys
+        keys.npy, key_rows.npy  `Spec.row_key` of each row, S16 [U], and the rows in the order of sorted keys
         chains.json            number of residues of each chain, by id, for records with several chains
       failed.tsv           id, residues and reason of each failed record; absent if no record failed
 
@@ -83,7 +83,7 @@ def partial(out: Path) -> Path:
 
 
 def settings_of(asked: EmbedRequest, fasta: Path) -> dict[str, str]:
-    """Return the settings that determine an output, as texts by name. They include digests of input and tracks."""
+    """Return the settings that determine an output, as strings by name, with digests of the input and the tracks."""
     try:
         content = remembered_sha256(fasta / "manifest.json" if is_store(fasta) else fasta)
     except OSError as error:
@@ -106,7 +106,7 @@ def begin(
         part_tokens: the number of tokens of a part; by default it depends on the sizes of input and model.
 
     Raises:
-        UsageError: if a sequence is too long for the model, or the requested treatment would cut chains.
+        UsageError: if a sequence is too long for the model, or `--long truncate` would cut chains.
     """
     if not (work / "plan.json").exists():
         work.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +256,7 @@ class RowIndex:
         return [text[a - at[0] : b - at[0] - 1].decode() for a, b in itertools.pairwise(at)]
 
     def find(self, record_id: str) -> int | None:
-        """Return the number of the record with the id `record_id`; None if no record has this id."""
+        """Return the index of the record with the id `record_id`; None if no record has this id."""
         wanted = keys([record_id.encode(errors="surrogatepass")])[0]
         begin, end = (int(self.id_keys.searchsorted(wanted, side)) for side in ("left", "right"))
         for record in self.id_rows[begin:end].tolist():
@@ -265,14 +265,14 @@ class RowIndex:
         return None
 
     def rows_of(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the row number for each key (`Spec.row_key`), int64 [M]; -1 if no row has the key."""
+        """Return the index of the row with each key (`Spec.row_key`), int64 [M]; -1 if no row has the key."""
         place_M = np.searchsorted(self.keys, keys_M, sorter=self.key_rows).clip(max=len(self.keys) - 1)
         row_M = self.key_rows[place_M]
         return np.where(self.keys[row_M] == keys_M, row_M, -1)
 
 
 class RowPlaces:
-    """The places of a part's rows in its tensors. `length_n` [n]: the number of residues of each row."""
+    """Where each row of a part lies in the part's tensors. `length_n` [n]: the number of residues of each row."""
 
     def __init__(self, spec: Spec, length_n: npt.NDArray[np.int64]) -> None:
         self.spec, self.kept_n = spec, spec.long.kept(length_n)
@@ -286,11 +286,11 @@ class RowPlaces:
         return 1 if output.paired else output.shape(1, self.spec.dim)[-1]
 
     def slice(self, output: Output, row: int) -> slice:
-        """Return the slice of the output's tensor with the values of the part's row `row`."""
+        """Return which slice of the output's tensor has the values of the row `row`, counted from 0 in the part."""
         return slice(*self._starts[output.name][row : row + 2].tolist())
 
     def empty(self, output: Output) -> torch.Tensor:
-        """Return a tensor of zeros for all values of an output in the part."""
+        """Return a tensor of zeros with the size of all values of an output in the part."""
         n = int(self._starts[output.name][-1])
         return torch.zeros((n,) if output.paired else (n, self.width(output)), dtype=TORCH[self.spec.dtype])
 
@@ -306,17 +306,17 @@ class Parts:
         return len(self.index.bounds) - 1
 
     def name(self, part: int) -> str:
-        """Return the file name of a part. Parts of another plan have other names."""
+        """Return the file name of a part. It ends in the digest of the plan, so parts of two plans differ in name."""
         return f"{part:06d}-{self._digest}.safetensors"
 
     def missing(self) -> list[int]:
-        """Return the numbers of the unfinished parts."""
+        """Return the indices of the unfinished parts."""
         names = self.folder.iterdir() if self._bucket is None else map(Path, self._bucket.listing("parts"))
         finished = {path.name for path in names}
         return [part for part in range(len(self)) if self.name(part) not in finished]
 
     def is_done(self, part: int) -> bool:
-        """Return whether any process has finished a part."""
+        """Return whether this or another process has finished a part."""
         if self._bucket is not None:
             return self._bucket.look(f"parts/{self.name(part)}") is not None
         return (self.folder / self.name(part)).exists()
@@ -340,8 +340,8 @@ class Parts:
             scratch.unlink(missing_ok=True)
 
     def note(self, part: int) -> dict[str, Any]:
-        """Return the metadata `note` of a finished part: failed rows, device and versions. Raise `InputError` if the
-        file is truncated or contains another part.
+        """Return the metadata `note` of a finished part: failed rows, device and so on. Raise `InputError` if the file
+        is truncated or contains another part.
         """
         path = self.folder / self.name(part)
         if self._bucket is None or path.exists():
@@ -391,7 +391,7 @@ def conclude(directory: Path, plan: Mapping[str, Any], parts: Parts) -> dict[str
 
 
 def remove(directory: Path) -> None:
-    """Rename a directory, if it exists, and remove it. So no process reads half of it, or adds a file to it."""
+    """Rename a directory, if it exists, then remove it, so that no process reads half of it or adds a file to it."""
     removed = directory.with_name(f".removed-{directory.name}")
     shutil.rmtree(removed, ignore_errors=True)
     if directory.exists():
@@ -466,7 +466,7 @@ class EmbeddingStore:
 
     @property
     def attributes(self) -> dict[str, str | int]:
-        """Return the attributes of output files: model, outputs and settings."""
+        """Return the metadata that an output file stores: model, outputs and settings."""
         spec, long = self.spec, self.spec.long
         layers = [*dict.fromkeys(output.layer for output in self.outputs if output.layer is not None)]
         attributes: dict[str, str | int] = {
@@ -487,8 +487,8 @@ class EmbeddingStore:
         return attributes | ({"overlap": long.overlap} if long.mode == "window" else {})
 
     def rows(self, sequences: TokenStore | None = None) -> Iterator[Row]:
-        """Yield each record that has values, in input order. bf16 values are their bits as uint16. For formats that
-        need the sequences, pass the token store of the input as `sequences`.
+        """Yield each record that has values, in input order. bf16 values are uint16 with the same bits. For formats
+        that need the sequences, pass the token store of the input as `sequences`.
         """
         for start in range(0, len(self), _AT_ONCE):
             stop = min(start + _AT_ONCE, len(self))
@@ -500,7 +500,7 @@ class EmbeddingStore:
                     yield Row(record_id, int(length), self.values(int(row)), residues, chains=chains)
 
     def values(self, row: int) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays of a row by output name. bf16 values are their bits as uint16. A failed row has zeros."""
+        """Return the arrays of a row by output name. bf16 values are uint16 with equal bits. A failed row has zeros."""
         part = int(np.searchsorted(self.index.bounds, row, side="right")) - 1
         file, places = self._open_part(part)
         at, values = row - self.index.bounds[part], {}
@@ -529,7 +529,7 @@ class EmbeddingStore:
             raise UsageError(f"--reuse {self.path}: contains {titles}, and no {lacks}; leave --reuse out")
 
     def rows_to_reuse(self, keys_M: npt.NDArray[np.bytes_]) -> npt.NDArray[np.int64]:
-        """Return the number of the row to copy for each key, int64 [M]; -1 if no row has the key, or if the row failed
+        """Return the index of the row to copy for each key, int64 [M]; -1 if no row has the key, or if the row failed
         or was computed in windows for lack of memory.
         """
         row_M = self.index.rows_of(keys_M)

@@ -71,7 +71,7 @@ def choose(
         of_heads = tuple(dict.fromkeys(heads or range(config.n_heads))) if pool == "attentions" else ()
         outputs |= dict.fromkeys(Output(pool, layer, of_heads) for layer in of_pool)
     if layers and all(output.layer is None for output in outputs):
-        raise UsageError(f"--layers: {' and '.join(pools)} come from the whole model; leave --layers out")
+        raise UsageError(f"--layers: {' and '.join(pools)} belong to no layer; leave --layers out")
     return tuple(outputs)
 
 
@@ -88,7 +88,7 @@ class Long:
     window: int = 0
     """The number of residues of a window; 0 means the maximum length of the model's training inputs."""
     overlap: int = 256
-    """The number of residues that neighbouring windows share."""
+    """The minimum number of residues that neighbouring windows share."""
 
     def for_model(self, config: ModelConfig) -> "Long":
         """Replace a `window` of 0 by the model's window. Raise `UsageError` for impossible values."""
@@ -142,7 +142,7 @@ class Spec:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings as texts, by option of the command. Kinds of output are not included."""
+        """Return the settings as strings by option of `esmshard embed`, without `--pool` and `--layers`."""
         long = self.long.mode if self.long.mode == "full" else f"{self.long.mode} --window {self.long.window}"
         long += f" --overlap {self.long.overlap}" if self.long.mode == "window" else ""
         texts = {"model": self.model_hash[:16], "--dtype": self.dtype, "--precision": self.compute, "--long": long}
@@ -166,12 +166,12 @@ class Spec:
         return json.dumps(self.settings | {"model": self.model_hash}).encode()
 
     def numbers(self, kept_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the count of numbers in each row, over all outputs, int64 [U]. `kept_U`: residues of each row."""
+        """Return how many numbers each row has over all outputs, int64 [U]. `kept_U` has the residues of each row."""
         return sum((output.numbers(kept_U, self.dim) for output in self.outputs), np.zeros_like(kept_U))
 
 
 def difference(known: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Return a phrase about the first setting that differs between two embedding jobs; None if none differs."""
+    """Return a phrase about one setting that differs between the jobs `known` and `wanted`; None if all are equal."""
     for name in {**wanted, **known}:
         before, now = known.get(name, "without"), wanted.get(name, "without")
         if before != now:
@@ -193,7 +193,7 @@ class EmbedRequest:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings of `spec` and its kinds of output, as texts by option of the command."""
+        """Return the settings of `spec`, with `--pool` and `--layers`, as strings by option of `esmshard embed`."""
         return self.spec.settings | {"--pool and --layers": ", ".join(output.title for output in self.spec.outputs)}
 
 
@@ -215,13 +215,15 @@ def request(
     """Check the options of an embedding job, open the weights of the model, and return the request.
 
     The arguments are the options of `esmshard embed` (docs/embed.md). For `pools` and `layers` see `choose`, for
-    `device` see `chosen_device`. `tracks` has a path or `inside` for each track. Raise `UsageError` if the outputs
-    cannot be computed or written, and `InputError` if the model cannot be read.
+    `device` see `chosen_device`. `tracks` has a path for each track name, or `inside` for the coordinates of the input
+    structures. Raise `UsageError` if an output cannot be computed or written, `InputError` if the model cannot be read.
     """
     fmt = fmt or out.suffix.removeprefix(".") or PARTS
     if fmt not in (*FORMATS, PARTS):
         known = ", ".join([*FORMATS, f"{PARTS} (a directory)"])
-        raise UsageError(f"{out}: no format '{fmt}'; the formats are {known}; use such an ending, or pass --format")
+        raise UsageError(
+            f"{out}: no format '{fmt}'; the formats are {known}; use one as the ending of OUT, or pass it as --format"
+        )
     if fmt != PARTS and remote.address(out) is not None:
         raise UsageError(
             f"{remote.address(out)}: embed can only write a directory of parts into a bucket; leave the ending out, "
@@ -239,7 +241,9 @@ def request(
     compute: Dtype = precision_on(computing, precision, "--precision")  # type: ignore[assignment]
     longest, long = config.most_tokens, long.for_model(config)
     if longest is not None and long.mode != "full" and long.window > longest - 2:
-        raise UsageError(f"--window {long.window}: {model} has positions for {longest - 2} residues; pass at most this")
+        raise UsageError(
+            f"--window {long.window}: {model} has positions for {longest - 2} residues; pass at most {longest - 2}"
+        )
     spec = Spec(model_hash(source), outputs, config.dim, dtype, compute, long, config.chains)
     files = track_files(tracks or {}, family_of(config).tracks, model, "--track ")
     return EmbedRequest(model, out, fmt, spec, source, computing, tuple(files))

@@ -1,1 +1,1 @@
-"""Reading and writing: paths and buckets, sequences, tables, the token store, and the writers of results."""
+"""Reads and writes files: local paths, cloud buckets, sequences, tables, the token store, and results."""

@@ -1,7 +1,7 @@
 """Writes files with arrays for each record. Each file format has a class, and `FORMATS` lists the classes.
 
-The commands `embed` and `predict` add rows one by one (see `esmshard.io.writers.Writer`). Most writers keep only a few
-rows in memory. The h5ad writer keeps all rows, and the safetensors writer keeps the header.
+The commands `embed` and `predict` add one record after another (see `esmshard.io.writers.Writer`). Most writers keep
+only a few records in memory. The h5ad writer keeps all records, and the safetensors writer keeps all ids.
 """
 
 import csv
@@ -31,7 +31,7 @@ POOLS: tuple[Pool, ...] = get_args(Pool)
 Dtype = Literal["fp32", "fp16", "bf16"]
 DTYPES: tuple[Dtype, ...] = get_args(Dtype)
 NUMPY: Mapping[Dtype, npt.DTypeLike] = {"fp32": np.float32, "fp16": np.float16, "bf16": np.uint16}
-"""The numpy type of each dtype. numpy has no bfloat16, so uint16 arrays have the bits of bf16; see `as_float`."""
+"""The numpy type of each dtype. numpy has no bfloat16, so a uint16 array stores the bits; see `as_float`."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class Output:
     """A kind of array that a model computes for each sequence. L is the number of residues.
 
     `mean`, `max` and `cls` are [D], `residue` [L, D], `logits` [L, 33] over the tokens of `esmshard.vocab`, `contacts`
-    [L, L] probabilities, `attentions` [H, L, L] probabilities of H heads, with a row for each residue that attends.
-    Only the pool `cls` has values of the tokens `<cls>` and `<eos>`. A row of `attentions` sums to less than 1, because
-    its softmax includes these two tokens.
+    [L, L] probabilities. `attentions` [H, L, L] has at [h, i, j] the share of attention that residue i gives to residue
+    j in head h. `cls` is the vector of the token `<cls>`. The other arrays have no values of `<cls>` and `<eos>`. So a
+    row of `attentions` sums to less than 1: the softmax of the model includes these two tokens.
     """
 
     pool: Pool
     layer: int | None
-    """The layer: 0 is the embedding, and n is the output of transformer block n (from 1), which also computes the
-    attentions of layer n. None for `logits` and `contacts`.
+    """The layer: 0 is the embedding of the tokens, and n is transformer block n (from 1). The array is the output of
+    this layer; for the pool `attentions`, the attentions of block n. None for `logits` and `contacts`.
     """
     heads: tuple[int, ...] = ()
-    """The attention heads, from 0, for the pool `attentions`; empty for other pools."""
+    """The indices of the attention heads (from 0) for the pool `attentions`; empty for other pools."""
 
     @property
     def name(self) -> str:
@@ -73,7 +73,7 @@ class Output:
         return self.pool in ("contacts", "attentions")
 
     def shape(self, length: Any, dim: int) -> tuple[Any, ...]:
-        """Return the shape of the array for a sequence of `length` residues."""
+        """Return the shape of the array for a sequence of `length` residues. `dim` is D."""
         if self.pooled:
             return (dim,)
         if self.paired:
@@ -81,7 +81,7 @@ class Output:
         return (length, dim if self.pool == "residue" else VOCAB_SIZE)
 
     def numbers(self, length: npt.NDArray[np.int64], dim: int) -> npt.NDArray[np.int64]:
-        """Return the number of values in the array of each sequence, int64 [N], from the N values of `length`."""
+        """Return the number of values in each sequence's array, int64 [N]. `length` [N] is in residues, `dim` is D."""
         return math.prod(self.shape(length, dim), start=np.ones_like(length))
 
 
@@ -91,12 +91,12 @@ class About:
 
     outputs: tuple[Output, ...]
     dim: int
-    """The number D of values in one vector of the model."""
+    """D, the number of values in an embedding vector of the model."""
     dtype: Dtype
     n_records: int | None
     """The number of records; None if not known in advance."""
     attributes: Mapping[str, Any]
-    """Texts and integers about the model, layers, pools, dtypes and the treatment of long proteins."""
+    """Texts and integers for the file: model, layers, pools, dtypes, and the treatment of long proteins."""
 
 
 @dataclass(frozen=True)
@@ -107,25 +107,25 @@ class Row:
     length: int
     """The number of residues in the record, even if the model has read only some of them."""
     chains: tuple[int, ...] = field(default=(), kw_only=True)
-    """The number of residues in each chain; empty for a record of one chain. The arrays in `values` have no linkers."""
+    """The number of residues in each chain; empty for a record of one chain. The arrays have no values of linkers."""
     values: Mapping[str, npt.NDArray[Any]]
-    """The arrays by `Output.name`, each with the shape `Output.shape` and the type `NUMPY[About.dtype]`."""
+    """The array of each output by `Output.name`. It has the shape `Output.shape` and the type `NUMPY[About.dtype]`."""
     residues: str = ""
-    """The sequence if `FormatWriter.by_sequence` is set; otherwise empty."""
+    """The sequence if `FormatWriter.by_sequence` is true; otherwise empty."""
 
 
 def as_float(values: npt.NDArray[Any], dtype: Dtype) -> npt.NDArray[Any]:
-    """Convert the bits of bf16 to float32. Return values of other types unchanged."""
+    """If `dtype` is `bf16`, convert the uint16 bits in `values` to float32. Otherwise return `values` unchanged."""
     if dtype != "bf16":
         return values
     return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
 class FormatWriter(Writer):
-    """The base class of all formats. The docstring of each subclass describes its files."""
+    """The base class of the writers in `FORMATS`. The docstring of each writer describes its files."""
 
     default_pool: ClassVar[Pool]
-    """The default of the option `--pool`."""
+    """The default of the option `--pool` for this format."""
     pools: ClassVar[tuple[Pool, ...]] = POOLS
     """The pools that the format can store."""
     dtypes: ClassVar[tuple[Dtype, ...]] = ("fp32", "fp16")
@@ -133,13 +133,13 @@ class FormatWriter(Writer):
     several: ClassVar[bool] = True
     """Whether the format can store more than one output."""
     by_sequence: ClassVar[bool] = False
-    """Whether equal sequences are written only once, with the id of the first record."""
+    """Whether records with the same sequence are written only once, with the id of the first of these records."""
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
     """The maximum size of a number in the file in bytes, for each dtype."""
     header: ClassVar[float] = float("inf")
-    """The maximum size in bytes of the file's header, which has all ids."""
+    """The maximum size in bytes of a file header that has all ids; infinite if the format sets no limit."""
     extra: ClassVar[tuple[str, str] | None] = None
-    """The Python module that writes the format, and its pip extra in esmshard."""
+    """The Python module that writes the format, and the pip extra of esmshard that installs the module; or None."""
 
     def __init__(self, out: Path, about: About) -> None:
         self.require(out)
@@ -149,7 +149,7 @@ class FormatWriter(Writer):
         if about.n_records is not None:
             self.attributes["records"] = about.n_records
         self.n = 0
-        """The number of written records."""
+        """The number of records that have been written."""
 
     @classmethod
     def require(cls, out: Path) -> None:
@@ -180,7 +180,7 @@ class FormatWriter(Writer):
         assert self.about.n_records in (None, self.n), f"{self.n} rows came, not {self.about.n_records}"
 
     def named(self, row: Row) -> list[tuple[str, npt.NDArray[Any]]]:
-        """Return the name and array of each output. The name is the id, or `OUTPUT/ID` for several outputs."""
+        """Return the arrays of a record with their names: the id, or `OUTPUT/ID` if the file has several outputs."""
         names = [output.name for output in self.about.outputs]
         return [(f"{name}/{row.id}" if len(names) > 1 else row.id, row.values[name]) for name in names]
 
@@ -188,10 +188,10 @@ class FormatWriter(Writer):
 class Hdf5Format(FormatWriter):
     """`x.h5`: one data set for each record, in input order. The key is the id with `_` instead of `/`.
 
-    If two ids give the same key, the later key gets a number. With several outputs, each output has a group of data
-    sets. Each data set has the attribute `original_id`, and for several chains `chain_lengths`, the number of residues
-    in each chain. The file's HDF5 attributes are `About.attributes`, `dim` and, if known, `records`. The same rows
-    always give the same bytes.
+    If two ids give the same key, the second key ends in `_2`. With several outputs, each output has a group of data
+    sets. Each data set has the attribute `original_id`. A record of several chains also has `chain_lengths`, the number
+    of residues in each chain. The file has the HDF5 attributes `About.attributes`, `dim` and, if known, `records`. The
+    same records always give the same bytes.
     """
 
     default_pool = "residue"
@@ -225,8 +225,9 @@ class Hdf5Format(FormatWriter):
 class BiotrainerFormat(Hdf5Format):
     """An HDF5 file for biotrainer 1.4: one data set for each distinct sequence. The key is a hash of the sequence.
 
-    The key is the sha256 of a text such as `MKV_3`, with sequence and length. The attribute `original_id` is the first
-    record's id. (Sources in biotrainer: `utilities.calculate_sequence_hash`, `embedders.services.EmbeddingService`.)
+    The key is the sha256 of a text with sequence and length, such as `MKV_3`. The attribute `original_id` is the id of
+    the first record with this sequence. (Sources in biotrainer: `utilities.calculate_sequence_hash`,
+    `embedders.services.EmbeddingService`.)
     """
 
     pools = ("mean", "max", "cls", "residue")
@@ -275,7 +276,7 @@ class CsvFormat(FormatWriter):
     """`x.csv`: a line for each record in input order, with the id and the D numbers of one pooled output.
 
     The first line has an empty cell and the numbers 0 to D - 1, as `pandas.DataFrame.to_csv` writes tables and
-    EVOLVEpro (https://github.com/mat10d/EvolvePro) reads them. Numbers have enough digits for an exact reading.
+    EVOLVEpro (https://github.com/mat10d/EvolvePro) reads them. The digits are enough to read each number back exactly.
     """
 
     default_pool = "mean"
@@ -297,7 +298,7 @@ class BlockFormat(FormatWriter):
     """The base class of writers that write many rows at once as a block."""
 
     BLOCK: ClassVar[float] = 1 << 20
-    """The number of values in memory after which a block is written."""
+    """A block is written when at least this number of values is in memory."""
 
     def open(self) -> None:
         self._waiting: list[Row] = []
@@ -409,7 +410,7 @@ class AnnDataFormat(BlockFormat):
 class SafetensorsFormat(FormatWriter):
     """`x.safetensors`: one tensor for each record. Its name is the id, or `OUTPUT/ID` for several outputs.
 
-    The library needs all tensors in memory, so this class writes the file without the library: the header length (8
+    The library safetensors needs all tensors in memory, so this class writes the file itself: the header length (8
     bytes, little-endian), a JSON header, and the tensors (https://github.com/huggingface/safetensors). A temporary file
     has the tensors until the header is complete.
     """
@@ -449,8 +450,8 @@ class SafetensorsFormat(FormatWriter):
 class ZarrFormat(BlockFormat):
     """`x.zarr`: a Zarr group (format 3) with an array for each output, `ids` [N], `lengths` [N] and attributes.
 
-    A pooled output is [N, D]. For other outputs (`residue` [L, D], `logits` [L, 33], pair maps as flat arrays), the
-    arrays of all records are joined along the first axis, where record n has the range `starts_OUTPUT[n]` to
+    A pooled output is [N, D]. The arrays of all records are joined along the first axis for `residue` [L, D], `logits`
+    [L, 33], and flat `contacts` and `attentions`. In the joined array, record n has the range `starts_OUTPUT[n]` to
     `starts_OUTPUT[n + 1]`.
     """
 
@@ -507,15 +508,15 @@ FORMATS: dict[str, type[FormatWriter]] = {
     "safetensors": SafetensorsFormat,
     "biotrainer-h5": BiotrainerFormat,
 }
-"""The writer class of each format, by file extension or value of `--format`."""
-_NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; write them to x.h5"
+"""The writer class of each format. The keys are values of `--format`; all but `biotrainer-h5` are file extensions."""
+_NO_ROOM = "{}: the header of a safetensors file has no room for the names of so many records; use --format h5"
 
 
 def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, records: int = 0, id_bytes: int = 0) -> None:
-    """Raise a `UsageError` if a format cannot store the outputs, or if its library is missing.
+    """Raise a `UsageError` if `fmt` is no format or cannot store the outputs in `dtype`, or if its library is missing.
 
-    The message has a suitable format or the install command. `id_bytes` is the size of all ids in bytes. `records` and
-    `id_bytes` are 0 if not known.
+    The message begins with `out`, and gives suitable formats or the install command. `records` is the number of
+    records, and `id_bytes` the size of all ids in bytes; 0 if not known.
     """
     if fmt not in FORMATS:
         raise UsageError(f"{out}: no format '{fmt}'; choose {', '.join(FORMATS)} by the file extension or --format")
@@ -528,13 +529,13 @@ def suits(fmt: str, outputs: Sequence[Output], dtype: Dtype, out: Path, *, recor
 
 
 def _reason(fmt: str, outputs: Sequence[Output], dtype: Dtype) -> str:
-    """Return the reason why a format cannot store the outputs; '' if the format can store the outputs."""
+    """Return the reason why a format cannot store the outputs; '' if it can store them."""
     writer = FORMATS[fmt]
     for output in outputs:
         if output.pool not in writer.pools:
-            return f"{fmt} has a place for {', '.join(writer.pools)}, but none for {output.name}"
+            return f"{fmt} can store {', '.join(writer.pools)}, but not {output.name}"
     if len(outputs) > 1 and not writer.several:
-        return f"{fmt} holds one output, but {' and '.join(output.name for output in outputs)} are requested"
+        return f"{fmt} can store only one output, but {' and '.join(output.name for output in outputs)} are requested"
     if dtype not in writer.dtypes:
         return f"{fmt} stores numbers as {' or '.join(writer.dtypes)}, not {dtype}"
     return ""

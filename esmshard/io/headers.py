@@ -3,7 +3,8 @@
     >Seq1 TARGET=0.1 SET=train VALIDATION=False        FLIP, biotrainer before 1.0
     >Seq1 TARGET=DVCD SET=val MASK=1101                biotrainer 1.0 and later
 
-White space separates attributes, so a value is one word. Other keys, such as `OS=` in UniProt headers, are ignored.
+White space separates attributes, so a value is one word. Keys that the caller does not request, such as `OS=` in
+UniProt headers, are ignored.
 A lower-case key is read as upper case. (Format: `docs/data_standardization.md` of sacdallago/biotrainer.)
 """
 
@@ -77,7 +78,7 @@ def split_of(set_value: str, validation: str, where: str) -> Split:
     """Return the split of a record from the values of SET and VALIDATION. `SET=train VALIDATION=True` gives `valid`.
 
     `validation` is '' for a record without VALIDATION. `where` is the file and record for messages. Raise `InputError`
-    if a value is unknown, or if the two values contradict each other.
+    if a value is not valid, or if the two values contradict each other.
     """
     split = _SPLITS.get(set_value.lower())
     if split is None:
@@ -105,14 +106,14 @@ def is_split(name: str) -> bool:
 def number(text: str, where: Callable[[], str]) -> float:
     """Convert the value of an attribute to a number. A missing value (`tables.MISSING`), such as `nan`, becomes NaN.
 
-    Raise `InputError` if the value is no finite float32. `where` returns the record and the key for the message.
+    Raise `InputError` if float32 cannot store the value. `where` returns the record and the key for the message.
     """
     if text.lower() in MISSING:
         return float("nan")
     value = float(text) if NUMBER.fullmatch(text) else float("inf")
     if abs(value) > FLOAT32_MAX:
         raise InputError(
-            f"{where()} is {shown(text)}, which is not a finite number; write a number with a decimal point, or nan "
-            "for a missing value; if the values are class names, set task.kind=class"
+            f"{where()} is {shown(text)}, which is not a finite number; write a number such as 1.5, or nan for a "
+            "missing value; if the values are class names, set task.kind=class"
         )
     return value

@@ -1,4 +1,4 @@
-"""Provides atomic writes, sha256 hashes, caches and size texts. This module does not import torch."""
+"""Provides atomic writes, sha256 hashes, caches, and texts for file sizes. This module does not import torch."""
 
 import fnmatch
 import glob
@@ -42,7 +42,7 @@ def replacing(path: Path, *, binary: bool = False) -> Iterator[IO[Any]]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the text of a file in one step. A reader sees either the old text or the new text."""
+    """Replace the text of a file in one step. Other processes read either the old text or the new text."""
     with replacing(path) as file:
         file.write(text)
 
@@ -77,7 +77,7 @@ _IN_USE: set[str] = set()  # The names of the scratch directories that this proc
 def scratch_directory(out: Path) -> Iterator[Path]:
     """Provide an empty directory in the parent of `out`, and remove it when the block ends.
 
-    First remove older scratch directories for `out` that killed processes of this machine did not remove.
+    First remove older scratch directories for `out` that killed processes of this machine have left.
     """
     out = _absolute(out)
     _remove_leftovers(out)
@@ -96,8 +96,8 @@ def scratch_directory(out: Path) -> Iterator[Path]:
 def whole_directory(out: Path, sync: bool = True) -> Iterator[Path]:
     """Provide an empty directory, which replaces `out` when the block ends without an error.
 
-    If `sync` is set, all files are on disk before the directory is renamed. An older `out` is first renamed to
-    `.old-NAME`. If this process is killed between the two renames, `settle` restores the older directory.
+    If `sync` is true, all files are on disk before the new directory is renamed to `out`. An older `out` is first
+    renamed to `.old-NAME`. If this process is killed between these two renames, `settle` restores the older directory.
     """
     out = _absolute(out)
     settle(out)
@@ -142,9 +142,10 @@ def check_replaced(out: Path, written: Collection[str], marker: str | None = Non
 
 
 def settle(out: Path) -> list[str]:
-    """Remove the temporary directories of killed `whole_directory` calls for `out`. Restore `out` from `.old-NAME`.
+    """Remove what killed `whole_directory` calls for `out` have left. Restore a missing `out` from `.old-NAME`.
 
-    Return a sentence for each scratch directory of another machine. The directory stays, because its process may run.
+    A scratch directory of another machine stays, because the process that writes it may still run. Return a sentence
+    about each such directory.
     """
     out = _absolute(out)
     old = out.with_name(f".old-{out.name}")
@@ -267,10 +268,11 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return a model's path in the form for a shared file in `directory`. It never shows the user's home directory.
+    """Return a model's `path` as a file in `directory` names it, so that the file never shows the home directory.
 
-    An absolute path becomes relative to `directory`, and begins with `./` or `../`. If the only common parent is the
-    root or a parent of the home directory, the result is `./NAME`. Relative paths and hub names stay unchanged.
+    An absolute `path` becomes relative to `directory`, and begins with `./` or `../`. If only the root or a parent of
+    the home directory contains both, the result is `./` and the last part of `path`. Relative paths and hub names stay
+    unchanged.
     """
     if not Path(path).is_absolute():
         return path
@@ -283,12 +285,12 @@ def shared_place(path: str, directory: Path) -> str:
 
 
 def found_place(name: str, directory: Path) -> str:
-    """Return the absolute path of a path below `directory` that begins with `./` or `../`; other names unchanged."""
+    """If `name` begins with `./` or `../`, return the absolute path from `directory`. Otherwise return `name`."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 
 def is_hub_name(name: str) -> bool:
-    """Return whether a text looks like a Hugging Face repository `OWNER/NAME`. Relative paths may look like this."""
+    """Return whether a text looks like a Hugging Face repository `OWNER/NAME`. A relative path may look like this."""
     is_file = Path(name).suffix in (".pt", ".pth", ".ckpt", ".bin", ".safetensors")
     form = re.fullmatch(r"[a-z0-9][\w.-]*/\w[\w.-]*", name, re.ASCII | re.IGNORECASE)
     return form is not None and not is_file and "--" not in name and ".." not in name
@@ -303,7 +305,10 @@ def cache_directory() -> Path:
 
 @contextmanager
 def locked_directory(kind: str, key: str) -> Iterator[Path]:
-    """Provide the path of the cache directory for a key. Until the block ends, other processes with this key wait."""
+    """Provide the path of the cache directory for `kind` and `key`.
+
+    Other processes that call this function with the same `key` wait until the block ends.
+    """
     from filelock import FileLock  # This import is slow.
 
     digest = hashlib.sha256(key.encode()).hexdigest()[:24]
@@ -314,7 +319,7 @@ def locked_directory(kind: str, key: str) -> Iterator[Path]:
 
 
 def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> Path:
-    """Return the cache directory of a key. If the directory is missing or damaged, make it by `sealed_directory`."""
+    """Return the cache directory for `kind` and `key`. If it is missing or damaged, let `make` fill a new one."""
     with locked_directory(kind, key) as out:
         if not _is_whole(out):
             sealed_directory(out, make)
@@ -322,7 +327,7 @@ def cached_directory(kind: str, key: str, make: Callable[[Path], list[str]]) -> 
 
 
 def sealed_directory(out: Path, make: Callable[[Path], list[str]]) -> None:
-    """Let `make` fill a new directory. Add `manifest.json` with the sha256 of each file and the notices of `make`."""
+    """Let `make` fill a new directory `out`. Add `manifest.json`: the sha256 of each file, and what `make` returns."""
     with whole_directory(out) as work:
         notices = make(work)
         hashes = {path.name: sha256(path) for path in sorted(work.iterdir())}

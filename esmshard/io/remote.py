@@ -68,7 +68,7 @@ class RemoteDirectory:
         self._path = url.partition("://")[2]
 
     def listing(self, folder: str = "") -> dict[str, Stored]:
-        """Return the size and tag of each object below the address, or below one `folder`, by object name."""
+        """Return the size and tag of each object below the address, or only in `folder`. The keys are object names."""
         with one_sentence(self.url):
             entries = self._files.find(self._key(folder), detail=True)
         prefix = f"{self._path}/"
@@ -98,7 +98,7 @@ class RemoteDirectory:
         return {keys[key]: content for key, content in contents.items() if isinstance(content, bytes)}
 
     def write(self, name: str, data: bytes) -> None:
-        """Write the content `data` to an object. Replace an existing object."""
+        """Write `data` to the object `name`, and replace an existing object."""
         with one_sentence(self.url):
             self._files.pipe_file(self._key(name), data)
 
@@ -145,7 +145,7 @@ class RemoteDirectory:
 
 @functools.cache
 def _library(scheme: str, process: int) -> Any:
-    """Return the fsspec file system of a process. A forked process needs a new one, since it loses the threads."""
+    """Return the fsspec file system of a process. A forked process needs a new one, since threads are not forked."""
     import fsspec
 
     return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True)
@@ -176,9 +176,9 @@ def one_sentence(url: str) -> Iterator[None]:
 
 
 def local(path: str | os.PathLike[str], *, needed: bool = True) -> Path:
-    """Return the local path of an input. First copy the objects at an address in a bucket to the cache.
+    """Return the local path of an input. If `path` is an address in a bucket, first copy its objects to the cache.
 
-    A process looks for new versions of the objects only at its first call. A path on a disk is returned unchanged.
+    Only the first call of a process for an address copies changed objects. A path on a disk is returned unchanged.
     Raise `InputError` if the bucket cannot be read, the disk is full, or no object exists and `needed` is true.
     """
     url = address(path)
@@ -262,9 +262,9 @@ def scratch() -> AbstractContextManager[Path]:
 def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
     """Let `write` make a file or directory at a temporary path, and upload all its files to the address `url`.
 
-    The temporary path ends like `url`. `manifest.json` and `config.json` are uploaded last, because they mark a
-    directory as complete. Raise `UsageError` if objects exist at the address and `overwrite` is not set. With
-    `overwrite`, objects that `write` neither replaces nor removes stay.
+    The temporary path and `url` have the same last part. `manifest.json` and `config.json` are uploaded last, because
+    they mark a directory as complete. Raise `UsageError` if objects exist at the address and `overwrite` is false. If
+    `overwrite` is true, objects that `write` neither replaces nor removes stay.
     """
     remote, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
     is_file, existing = remote.look("") is not None, remote.listing()
@@ -302,7 +302,7 @@ _LAST = {"config.json": 1, "manifest.json": 1}
 
 
 def data_file(path: str) -> Path:
-    """Return the local file of a data path. An object at an address in a bucket is copied to the cache.
+    """Return the local file of `path`. An object at an address in a bucket is first copied to the cache.
 
     `sample:contact/train` and `sample:contact/labels.csv` are `contact/train.fasta` and `contact/labels.csv` in the
     shipped sample data.

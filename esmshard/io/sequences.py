@@ -1,17 +1,18 @@
 """Reads FASTA files, and converts tables and other sequence formats to FASTA text.
 
 A FASTA file is read in blocks of about 1 MiB, each with complete records. One call of `bytes.translate` encodes all
-usual records of a block. Only unusual records are encoded one by one, by the rules of `esmshard.io.symbols`.
+records of a block that have only residue letters. Empty, too long and other records are encoded one by one, by the
+rules of `esmshard.io.symbols`.
 
-The id is the first word of the header. A header without an id in line 4 (from 0) gets the id `seqnum000000004`, as in
-fair-esm.
+The id is the first word of the header. An empty header gets an id with its line number in the file (from 0), such as
+`seqnum000000004`, as in fair-esm.
 
-These column names of tables are known, in upper or lower case:
+The columns of a table are found by these names, in upper or lower case:
 
 | content | column names |
 |---|---|
 | sequences | one of `SEQUENCE_NAMES`, else a pair of `CHAIN_NAMES`, else `protein` as in SaprotHub's tables |
-| ids | `id`, else one of `ID_NAMES`; without an id column, the id of line 17 is `row_17` |
+| ids | `id`, else one of `ID_NAMES`; without an id column, the record in line 17 gets the id `row_17` |
 | splits | `set` or `split`, with `validation` as in FLIP's tables; else `stage`, if all its cells are split names |
 """
 
@@ -45,7 +46,7 @@ CHAIN_NAMES = (
     ("vh", "vl"), ("alpha_chain", "beta_chain"), ("chain_a", "chain_b"), ("sequence_a", "sequence_b"),
     ("seq_a", "seq_b"), ("sequence_1", "sequence_2"), ("sequence1", "sequence2"), ("seq1", "seq2"),
 )  # fmt: skip
-"""Names of two columns with one chain each, such as those of the Observed Antibody Space."""
+"""Pairs of column names; each column has one chain. Some of the names come from the Observed Antibody Space."""
 ID_NAMES = (
     "id", "name", "entry", "identifier", "accession", "protein", "protein_id", "sequence_id", "seq_id", "uniprot_id",
 )  # fmt: skip
@@ -60,7 +61,7 @@ class SequenceTable:
     """The rows of a table that have a sequence. All lists are in row order."""
 
     rows: Table
-    """The table without rows that have no sequence. `rows.ids` is the name of the id column."""
+    """The table with only the rows that have a sequence. `rows.ids` is the name of the id column."""
     headers: list[str]
     """The header of each record: the id, with `SET=` and `VALIDATION=` if the table has a split column."""
     sequences: list[str]
@@ -71,9 +72,9 @@ class SequenceTable:
 def read_sequence_table(path: Path, sequences: str | None = None, names: str | None = None) -> SequenceTable:
     """Read the records of a table.
 
-    `sequences` is the name of the sequence column, and `names` the name of the id column; None to look for a known
-    name. Raise `InputError` if the table cannot be read, has no sequences or an invalid id, or if the sequence column
-    or the id column is ambiguous.
+    `sequences` is the name of the sequence column, and `names` the name of the id column; None to find the column by
+    the names in the docstring of this module. Raise `InputError` if the table cannot be read, has no sequences or an
+    invalid id, or if several columns have names of a sequence column or of an id column.
     """
     table = read_table(path)
     for name in (sequences, names):
@@ -125,7 +126,7 @@ def _sequence_columns(table: Table) -> tuple[str, ...]:
     pairs = [pair for pair in CHAIN_NAMES if lower.issuperset(pair)]
     if len(pairs) > 1:
         names = " and ".join(", ".join(pair) for pair in pairs)
-        raise InputError(f"{table.path}: has several pairs of chain columns ({names}); rename the unwanted ones")
+        raise InputError(f"{table.path}: has several pairs of chain columns ({names}); rename the unwanted pairs")
     columns = [table.only_column((name,), _RENAME) for name in (pairs[0] if pairs else ("protein",))]
     return tuple(name for name in columns if name is not None)
 
@@ -150,7 +151,7 @@ def _set_attributes(table: Table) -> list[str]:
 
 STDIN = Path("-")
 CONVERSION = 3
-"""The version of the conversion to FASTA text. When the number changes, cached files are read again."""
+"""The version of the conversion to FASTA text. With another version, files in the cache are converted again."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _NUL_HEADER = re.compile(rb"(?<![^\r\n])>([^\r\n]*\0[^\r\n]*)")
@@ -165,7 +166,7 @@ FORMATS = {
     "stockholm": ("a Stockholm alignment", re.compile(rb"# STOCKHOLM")),
     "clustal": ("a Clustal alignment", re.compile(rb"CLUSTAL")),
 }
-"""The formats that Biopython reads, by `Bio.SeqIO` name: a title for messages, and a pattern of the first bytes."""
+"""Formats that Biopython reads, by name in `Bio.SeqIO`: a title for messages, and a pattern of a file's first bytes."""
 
 
 class ConvertedSource(io.BytesIO):
@@ -183,7 +184,7 @@ class ConvertedSource(io.BytesIO):
         self._lines = lines
 
     def line_in_file(self, at: int) -> int:
-        """Return the line in the original file (from 1) of the record with byte `at` of the text; 0 if unknown."""
+        """Return the line (from 1) in the original file of the record at byte `at` of the FASTA text; 0 if unknown."""
         return 0 if self._lines is None else self._lines[self.getvalue().count(b"\n", 0, at) // 2]
 
 
@@ -220,7 +221,7 @@ def read_format(path: Path, kind: str) -> ConvertedSource:
 
 
 def is_plain(path: Path) -> bool:
-    """Return whether a file is uncompressed FASTA text. The first bytes decide, since file names are often wrong."""
+    """Return whether a file is uncompressed FASTA text, by its first bytes, since file names are often wrong."""
     if path == STDIN:
         return False
     with readable(path, "a FASTA file"), _open(path) as file:
@@ -228,9 +229,9 @@ def is_plain(path: Path) -> bool:
 
 
 def other_kind(path: Path) -> str | None:
-    """Return `table` or a key of `FORMATS`, by the first bytes of a file; None for FASTA and the standard input.
+    """Return the kind of a file: `table` or a key of `FORMATS`; None for FASTA, unknown kinds and the standard input.
 
-    A table must also have the extension .parquet, .xlsx, .csv, .tsv or .tab. Otherwise the result is None.
+    The first bytes decide. A table must also have the extension .parquet, .xlsx, .csv, .tsv or .tab.
     """
     if path == STDIN or not path.is_file():
         return None
@@ -246,12 +247,12 @@ def other_kind(path: Path) -> str | None:
 
 
 def is_sequence_table(path: Path) -> bool:
-    """Return whether `other_kind` of a file is `table`."""
+    """Return whether a file is a table (see `other_kind`)."""
     return other_kind(path) == "table"
 
 
 def open_source(path: Path, rules: Rules = Rules()) -> BinaryIO:  # noqa: B008  # frozen
-    """Open a sequence file or the standard input as FASTA text, which is a `ConvertedSource` for other formats.
+    """Open a sequence file or the standard input as FASTA text. If it is not FASTA, return a `ConvertedSource`.
 
     `rules` may name the columns of a table. Raise `InputError` if the file cannot be converted.
     """
@@ -282,7 +283,7 @@ def _open(path: Path) -> BufferedReader:
 
 
 BLOCK = 1 << 20
-"""The size of a block in bytes. `bytes.translate` is twice as fast if a block fits into the core's cache."""
+"""The size of a block in bytes. `bytes.translate` is twice as fast if a block fits into the cache of a CPU core."""
 LONGEST = 1 << 26
 """The maximum record size in bytes, with line ends. The longest known protein has 36,000 residues."""
 
@@ -309,8 +310,8 @@ def read_blocks(
 ) -> Iterator[Block]:
     """Yield the records of a file in blocks. Raise the errors of `read_fasta`, except the error about repeated ids.
 
-    `start` and `stop` (exclusive) select the records of a plain file whose first byte is in this range. So adjacent
-    ranges give every record exactly once. By default, all records are read.
+    `start` and `stop` (exclusive) are byte offsets in a plain file. They select the records that begin between them, so
+    adjacent ranges give every record exactly once. By default, all records are read.
     """
     with readable(path, "a FASTA file"), open_source(path, rules) as stream:
         converted = stream if isinstance(stream, ConvertedSource) else None
@@ -334,7 +335,7 @@ class _Reader:
         self._lines, self._counted = 0, 0 if path == STDIN else -1
 
     def chunks(self, stream: BinaryIO, start: int, stop: int | None) -> Iterator[tuple[int, bytes]]:
-        """Yield the offset and the bytes of each chunk. A chunk has complete records, and about `BLOCK` bytes."""
+        """Yield the offset in the file and the bytes of each chunk: complete records with about `BLOCK` bytes."""
         at, rest = self._first(stream) if start <= len(_MARK) else (0, b"")
         if at < start:
             at, rest = self._next(stream, start)
@@ -358,7 +359,7 @@ class _Reader:
             at, rest = at + end, text[end:]
 
     def _first(self, stream: BinaryIO) -> tuple[int, bytes]:
-        """Return the offset of the first record, and the bytes after this offset that are already read."""
+        """Return the offset of the first record, and the bytes that have been read from this offset on."""
         at, data = 0, stream.read(BLOCK)
         if data[:2] in (b"\xff\xfe", b"\xfe\xff"):
             raise InputError(f"{self._path}: is UTF-16 text; save it as UTF-8")
@@ -384,7 +385,7 @@ class _Reader:
         raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
     def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
-        """Return the same as `_first` for the first record at or after byte `start`; no bytes if there is none."""
+        """Return the offset of the first record at or after byte `start`, and bytes from there on; no bytes if none."""
         at = start - 1
         stream.seek(at)
         data = stream.read(BLOCK)
@@ -496,7 +497,7 @@ class _Reader:
         return self._lines + _newlines(chunk[:place]) + 1
 
     def _where(self, at: int, chunk: bytes, place: int) -> str:
-        """Return the file of a byte for a message, and the line if known. For the arguments see `line`."""
+        """Return `FILE:LINE` of a byte for a message; `FILE` if the line is not known. For the arguments see `line`."""
         if self._converted is None:
             return f"{self._path}:{self.line(at, chunk, place)}"
         line = self._converted.line_in_file(at + place)
@@ -509,7 +510,7 @@ def _newlines(text: bytes) -> int:
 
 
 def _last_record(text: bytes) -> int:
-    """Return the offset of the last record; 0 if the text has only one record."""
+    """Return the offset of the last record in `text`; 0 if `text` has only one record."""
     at = text.rfind(b">")
     if at > 0 and text[at - 1] not in b"\r\n":  # The last '>' is inside a line.
         at = max(text.rfind(b"\n>"), text.rfind(b"\r>")) + 1
@@ -527,7 +528,7 @@ def _marks(chunk: bytes) -> npt.NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Record:
-    """A record. `sequence` has letters of `vocab.RESIDUES`, `:` between chains, and gaps or masks if allowed."""
+    """A record. `sequence` has letters of `vocab.RESIDUES`, `:` between chains, and gaps and masks if `Rules` allow."""
 
     id: str
     description: str

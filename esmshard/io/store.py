@@ -2,17 +2,17 @@
 
 A store is a directory, which has a temporary name until the store is complete. Files of version 4:
 
-    tokens-00000.u8 ...   residues of all records, one byte each, with `<eos>` after each record
+    tokens-00000.u8 ...   residue tokens of all records, one byte each, with `<eos>` after each record
     headers-00000.txt ... one header without `>` per line; its first word is the id
     offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of the joined token shards
     headers.npy           int64 [N + 1]: the same offsets for headers in the joined header shards
     ids.npy               uint64 [N]: the hashes of the ids (function `keys`), sorted
-    rows.npy              uint32 or uint64 [N]: the record number of each hash in `ids.npy`
+    rows.npy              uint32 or uint64 [N]: the record index (from 0) of each hash in `ids.npy`
     manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file, of all tokens
                           together, and of the manifest
 
 The sha256 of the manifest and the arrays is checked when a store is opened, and the sha256 of a shard before its first
-use in a process. So a damaged byte is never read as a residue or an id. The arrays stay on disk until their use.
+use in a process. So a damaged byte is never read as a residue or an id. The arrays are memory-mapped, not loaded.
 """
 
 import bisect
@@ -46,7 +46,7 @@ from esmshard.vocab import ALPHABET_HASH
 FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
-"""The arrays of `columns.npz`, with one number for each record: residues, header size in bytes, hash of the id."""
+"""The arrays of the temporary `columns.npz`. For each record: residue tokens, header size in bytes, hash of the id."""
 _OPEN_SHARDS = 256
 """The maximum number of shards that stay mapped into memory. Each mapped shard uses a file descriptor."""
 _SAMPLE = 10_000
@@ -59,7 +59,7 @@ class TokenStore:
     def __init__(self, path: Path, checked: frozenset[str] = frozenset()) -> None:
         """Open the store in the directory `path`. The sha256 of the files in `checked` is not checked again.
 
-        Raise `InputError` if the manifest or an array is missing or changed, or has another version.
+        Raise `InputError` if the manifest or an array is missing or changed, or if the store is not of this `VERSION`.
         """
         self.path = path
         self.manifest = _manifest(path)
@@ -108,7 +108,7 @@ class TokenStore:
             )
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
-        """Return the residue tokens of record n, with the linkers between chains, uint8 [L]."""
+        """Return the residue tokens of record n (from 0), with the linkers between chains, uint8 [L]."""
         return self._read("tokens", 0, self.offsets, n)
 
     def description(self, n: int) -> str:
@@ -120,7 +120,7 @@ class TokenStore:
         return self.header(n).split(None, 1)[0].decode()
 
     def find(self, record_id: str) -> int | None:
-        """Return the number of the record with this id; None if no record has the id."""
+        """Return the index (from 0) of the record with this id; None if no record has the id."""
         name = record_id.encode(errors="surrogatepass")
         wanted = keys([name])[0]
         at = int(self.keys.searchsorted(wanted))
@@ -133,7 +133,7 @@ class TokenStore:
 
     @property
     def digest(self) -> str:
-        """A hash of all sequences in their order. It does not depend on the size of the shards."""
+        """A hash of all sequences in record order. It does not depend on the sizes of the shards."""
         return hashlib.sha256(self.manifest["tokens_sha256"].encode()).hexdigest()
 
     def verify(self) -> None:
@@ -161,7 +161,7 @@ class TokenStore:
         return self._read("headers", 1, self.header_offsets, n).tobytes()
 
     def _read(self, kind: str, column: int, offsets: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
-        """Return the tokens or the header of record n, without the final `<eos>` or line feed."""
+        """Return the tokens (`column` 0) or the header (1) of record n, without the final `<eos>` or line feed."""
         if not 0 <= n < len(self):
             raise IndexError(n)
         shard = bisect.bisect_right(self._first_records, n) - 1
@@ -176,17 +176,17 @@ def _mapped(directory: Path, name: str) -> npt.NDArray[np.uint8]:
 
 
 def token_shard(k: int) -> str:
-    """Return the file name of the k-th shard of tokens."""
+    """Return the file name of token shard k (from 0)."""
     return f"tokens-{k:05d}.u8"
 
 
 def header_shard(k: int) -> str:
-    """Return the file name of the k-th shard of headers."""
+    """Return the file name of header shard k (from 0)."""
     return f"headers-{k:05d}.txt"
 
 
 def keys(names: Sequence[bytes]) -> npt.NDArray[np.uint64]:
-    """Return a hash of each id, uint64 [N]. Callers must also compare the ids, since two ids may have one hash."""
+    """Return a hash of each id, uint64 [N]. Callers must also compare the ids, since two ids may have the same hash."""
     high = np.fromiter(map(zlib.crc32, names), np.uint64, len(names))
     return high << np.uint64(32) | np.fromiter(map(zlib.adler32, names), np.uint64, len(names))
 
@@ -211,7 +211,7 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}/manifest.json: cannot be read; delete the store and ingest again") from None
     known = {"format": FORMAT, "version": VERSION, "alphabet": ALPHABET_HASH}
     if not isinstance(manifest, dict) or not known.items() <= manifest.items():
-        raise InputError(f"{path}: not a token store, or one of another version; ingest again")
+        raise InputError(f"{path}: not a token store that this version of esmshard can read; ingest again")
     if manifest.get("manifest_sha256") != manifest_sha256(manifest):
         raise InputError(f"{path}/manifest.json: has changed since it was written; delete {path} and ingest again")
     return manifest
@@ -245,9 +245,9 @@ def write_index(
     facts: Mapping[str, Any],
     edits: Edits,
 ) -> None:
-    """Write the arrays and the manifest of a store, after its shards.
+    """Write the arrays and the manifest of a store. The shards are already in `directory`.
 
-    `columns` has an array for each key of `COLUMNS`, in record order. `facts` has further entries of the manifest.
+    `columns` has an array for each key of `COLUMNS`, in record order. `facts` and `edits` also go into the manifest.
     """
     length_N, header_N, keys = columns
     total, residues = len(length_N), int(length_N.sum(dtype=np.int64))
@@ -300,14 +300,14 @@ SHARD = 1 << 26
 
 @dataclass(frozen=True)
 class Piece:
-    """The input of a `read_piece` call: several small files, a large compressed file, or a part of a large file."""
+    """The input of a `read_piece` call: several small files, a large compressed file, or a part of a plain file."""
 
     sources: list[int]
     """The indices of the files in the list of all input files."""
     start: int = 0
-    """The first byte of the part."""
+    """The offset of the part's first byte in the file."""
     stop: int | None = None
-    """The end (exclusive) of the part in bytes; None for the end of the file."""
+    """The offset of the byte after the part; None if the part ends with the file."""
 
 
 def ingest(
@@ -324,24 +324,25 @@ def ingest(
     Args:
         fastas: plain or compressed files. `-` is the standard input.
         out: the directory of the store.
-        rules: the allowed changes.
+        rules: the allowed changes of sequences, and the columns of tables.
         on_duplicate: the treatment of several records with the same id. `error` keeps the first record if all have the
             same sequence, and raises an error otherwise. `first` keeps the first record. `suffix` keeps all records,
-            and renames later records to unused ids `ID_2`, `ID_3` ...
+            and gives all but the first the unused ids `ID_2`, `ID_3` ...
         workers: the number of processes. Only one process reads a compressed file.
         overwrite: replace an existing store at `out` after the new store is complete.
-        say: is called every few seconds with the number of records as a text.
+        say: is called every few seconds with a text such as `ingest: 5,000 records`.
 
-    Raise `InputError` if a file cannot be read, a record breaks the rules, ids repeat, or no record is left. Raise
-    `UsageError` if `out` exists and `overwrite` is false, or if `out` is no store.
+    Raise `InputError` if a file cannot be read or seems to be DNA or RNA, a record breaks the rules, `on_duplicate` is
+    `error` and an id has different sequences, or no record is left. Raise `UsageError` if `out` exists and `overwrite`
+    is false, or if `out` exists and is no store.
     """
     if out.name in ("", ".."):
-        raise UsageError(f"{out}: give the directory of the store a name")
+        raise UsageError(f"{out}: is no name for a new directory; give a name such as NAME.store")
     if out.exists() and not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     check_replaced(out, ["manifest.json", "tokens-*.u8", "headers-*.txt", *ARRAYS], marker="manifest.json")
     if list(fastas).count(STDIN) > 1:
-        raise UsageError("-: the standard input can be read once; name it once")
+        raise UsageError("-: the standard input can be read only once; give - only once")
     names, files = ", ".join(map(str, fastas)), [fasta for fasta in fastas if fasta != STDIN]
     pieces = _pieces(fastas)
     before = [state(fasta) for fasta in files]
@@ -360,7 +361,9 @@ def ingest(
         if [state(fasta) for fasta in files] != before:
             raise InputError(f"{names}: changed while being read; ingest again")
         if not shards:
-            raise InputError(f"{names}: no record is left under these rules")
+            raise InputError(
+                f"{names}: every record was left out by --on-unknown drop or --long skip; change these options"
+            )
         files_of_columns = [_folder(work, number) / "columns.npz" for number in range(len(pieces))]
         columns = [np.concatenate([np.load(file)[name] for file in files_of_columns]) for name in COLUMNS]
         write_index(final, shards, columns, facts, edits)
@@ -433,7 +436,10 @@ def _read_pieces(
 def read_piece(
     folder: Path, piece: Piece, fastas: Sequence[Path], rules: Rules, count: Callable[[int], None] = lambda _: None
 ) -> tuple[list[Shard], Edits]:
-    """Write the shards and `columns.npz` of one input into a new directory."""
+    """Write the shards and `columns.npz` of `piece` into the new directory `folder`.
+
+    Call `count` after each block with the number of records in the block.
+    """
     folder.mkdir()
     edits, shards = Edits(), list[Shard]()
     columns: list[list[npt.NDArray[Any]]] = [[np.zeros(0, kind)] for kind in COLUMNS.values()]
@@ -468,9 +474,10 @@ def read_piece(
 def cached(source: Path, rules: Rules = Rules(), linker: int | None = None) -> TokenStore:  # noqa: B008  # frozen
     """Open a store, or ingest a sequence file into the cache and open the cached store.
 
-    The cache key has the rules and `paths.state`, so an edited file is read again. Meanwhile, other processes wait.
-    `linker` is the required number of tokens between two chains. If `linker` is None, a file gets `rules.linker`, and a
-    store may have any linker. Raise `InputError` if the path cannot be read, or if a store has another linker.
+    The cache key has the rules and `paths.state`, so an edited file is read again. Other processes that open the file
+    wait until it is read. `linker` is the required number of tokens between two chains. If `linker` is None, a file
+    gets `rules.linker`, and a store may have any linker. Raise `InputError` if `source` cannot be read, or if it is a
+    store with a linker that is not `linker`.
     """
     if is_store(source):
         store = TokenStore(source)
@@ -569,7 +576,7 @@ def _without_duplicates(
 
 
 def _repeated_ids(store: TokenStore) -> Iterator[tuple[str, list[int]]]:
-    """Yield each repeated id with its record numbers in file order."""
+    """Yield each repeated id with the indices of its records, in record order."""
     again = np.flatnonzero(store.keys[1:] == store.keys[:-1])  # Entries k and k + 1 of `ids.npy` are equal.
     for run in np.split(again, np.flatnonzero(np.diff(again) > 1) + 1) if len(again) else []:
         by_id: dict[str, list[int]] = {}

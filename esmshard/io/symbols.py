@@ -3,15 +3,15 @@
 | in the file | becomes |
 |---|---|
 | lower-case letters | upper case, counted; in A3M files they are insertions: removed, counted |
-| alternating upper and lower case, as `MdEvVp` | an error, since lower-case letters are SaProt's structure letters |
+| alternating upper and lower case, as `MdEvVp` | an error, since SaProt writes structure letters in lower case |
 | `J` (leucine or isoleucine) | `X`, counted |
 | `-` and `.` | removed, counted; `keep_gaps` keeps them, except `.` in A3M files |
 | one `*` at the end of a chain | removed, counted |
-| `:` between two chains, but not in A3M files | as many `SEPARATOR` tokens as the linker has residues, counted |
+| `:` between two chains, but not in A3M files | `SEPARATOR` tokens, as many as `Rules.linker`, counted |
 | spaces, carriage returns, blank lines, a byte-order mark | removed |
 | `X B U Z O` | kept: they are in the training data of ESM-2 |
-| other symbols, an inner `*`, no residues at all | an error, unless `on_unknown` is `mask` or `drop` |
-| the text `<mask>` | treated as one unknown symbol; with `on_unknown=mask` it becomes the token `<mask>` |
+| other symbols, an inner `*`, the text `<mask>` | an error; `on_unknown=mask`: `<mask>`; `on_unknown=drop`: no record |
+| no residues in a chain | an error; `on_unknown=drop`: no record |
 """
 
 import hashlib
@@ -30,16 +30,16 @@ from esmshard.vocab import BETWEEN, GAPS, LINKER, MASK, RESIDUES, SEPARATOR, TOK
 
 @dataclass(frozen=True)
 class ChainWindows:
-    """Windows of a record with too many tokens. Each window has a part of every chain, and all linkers."""
+    """Windows of a record with too many tokens. Each window has one range of every chain, and all linkers."""
 
     spans: tuple[tuple[int, int], ...]
     """The begin and the end (exclusive) of each chain in the tokens of the record."""
     sizes: tuple[int, ...]
-    """The number of residues of each chain in a window."""
+    """The number of residues that a window has of each chain."""
 
     @property
     def rooms(self) -> list[int]:
-        """The number of residues of each chain that a window leaves out."""
+        """The number of residues that a window leaves out of each chain."""
         return [end - start - size for (start, end), size in zip(self.spans, self.sizes, strict=True)]
 
     @property
@@ -74,7 +74,7 @@ class ChainWindows:
 def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
     """Divide a record into windows of at most `most` tokens, without `<cls>` and `<eos>`.
 
-    Raise `InputError` if the linkers leave less room than one residue for each chain.
+    Raise `InputError` if a window has no room for all linkers and one residue of each chain.
 
     >>> from esmshard.vocab import encode_residues
     >>> tokens = np.frombuffer(encode_residues("MKTAYIAKQR:GQI", linker=2), np.uint8)
@@ -87,8 +87,8 @@ def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
     room = most - linkers
     if room < len(spans):
         raise InputError(
-            f"{most:,} residues leave no room for {len(spans)} chains and {linkers:,} linker residues; raise the "
-            "limit, or use a shorter linker"
+            f"a limit of {most:,} residues has no room for {len(spans)} chains and {linkers:,} linker residues; raise "
+            "the limit, or use a shorter linker"
         )
     sizes = [0] * len(spans)
     by_length = sorted(range(len(spans)), key=lengths.__getitem__)
@@ -100,7 +100,7 @@ def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
 
 BLANKS = b" \t\n\r\v\f"
 STRANGE = 255
-"""The code of a byte that is no residue letter. The function `clean` treats these bytes."""
+"""The code of a byte that is neither a residue letter nor a kept gap. `clean` encodes sequences with such bytes."""
 
 _NO_BLANKS = str.maketrans("", "", BLANKS.decode())
 # Only ASCII letters change, since str.upper() turns a German sharp s into two serines.
@@ -121,8 +121,8 @@ class Rules:
     """The settings of a sequence reader: the allowed changes, and the columns of a table."""
 
     on_unknown: Literal["error", "mask", "drop"] = "error"
-    """The treatment of a symbol that is no residue. `error` refuses the record, `mask` reads the symbol as `<mask>`,
-    and `drop` leaves out the record. `drop` also leaves out a record with an empty chain.
+    """The treatment of a symbol that is no residue. `error` raises an error, `mask` reads the symbol as `<mask>`, and
+    `drop` leaves out the record. `drop` also leaves out a record with an empty chain.
     """
     a3m: bool = False
     """Whether the file is an A3M alignment, in which lower-case letters and `.` are insertions."""
@@ -131,18 +131,18 @@ class Rules:
     long: Literal["full", "crop", "window", "skip", "error"] = "full"
     """The treatment of a sequence over `max_length`. `full` keeps the sequence. `crop` keeps one random window (the id
     is the seed), and adds `residues=FIRST-LAST` to the header. `window` covers the sequence by the smallest number of
-    windows, and each window becomes a record `ID/FIRST-LAST`. `skip` leaves out the record. `error` refuses the record.
+    windows, and each window becomes a record `ID/FIRST-LAST`. `skip` leaves out the record. `error` raises an error.
     """
     max_length: int | None = None
-    """The maximum length in residues; None for no maximum."""
+    """The maximum number of residues of a sequence, with linkers; None for no maximum."""
     on_nucleotides: Literal["error", "keep"] = "error"
-    """The treatment of a file that seems to be DNA or RNA: `error` refuses the file, `keep` reads the file."""
+    """The treatment of a file that seems to be DNA or RNA: `error` raises an error, `keep` reads the file."""
     linker: int = LINKER
     """The number of `SEPARATOR` tokens between two chains of a record."""
     sequence_column: str | None = None
-    """The name of the sequence column in a table; None to look for a known name."""
+    """The name of the sequence column in a table; None to find the column as `esmshard.io.sequences` describes."""
     id_column: str | None = None
-    """The name of the id column in a table; None to look for a known name."""
+    """The name of the id column in a table; None to find the column as `esmshard.io.sequences` describes."""
 
     def __post_init__(self) -> None:
         if self.long != "full" and self.max_length is None:
@@ -158,7 +158,7 @@ class Rules:
 class RefusedSymbols(Exception):
     """The error for a record that breaks the rules. `what` is the problem, and `fix` is the advice.
 
-    The caller adds `FILE:LINE: record 'ID' ` in front, and the advice `on_unknown=drop` if `droppable` is true.
+    The caller writes `FILE:LINE: record 'ID' ` in front. If `droppable` is true, it adds the advice `on_unknown=drop`.
     """
 
     def __init__(self, what: str, fix: str, *, droppable: bool = False) -> None:
@@ -187,7 +187,7 @@ class Edits:
                 names.append(shown(name))
 
     def extend(self, later: "Edits") -> None:
-        """Add the counts and names of `later`, which are the edits of later records."""
+        """Add the counts and names of `later`, which has the edits of records that follow in the input."""
         for kind, count in later.counts.items():
             self.counts[kind] = self.counts.get(kind, 0) + count
             self.first[kind] = (self.first.get(kind, []) + later.first[kind])[:4]
@@ -204,7 +204,7 @@ class Edits:
 
 
 def in_a_store(option: str) -> str:
-    """Return the advice to make a store by `esmshard ingest` with this option, as the end of a message."""
+    """Return the end of a message: the advice to make a store by `esmshard ingest` with this option."""
     return f"run `esmshard ingest FILE -o NAME.store {option}`, and use NAME.store instead of the file"
 
 
@@ -217,7 +217,7 @@ def shown(name: str) -> str:
 def table(rules: Rules, others: Mapping[str, int]) -> bytes:
     """Return a table for `bytes.translate` that turns residue letters, and gaps that `rules` keep, into tokens.
 
-    `others` has the codes of further characters. All other bytes become the code `STRANGE`.
+    `others` gives codes for more characters, such as `>`. All bytes without a code become `STRANGE`.
     """
     codes = bytearray([STRANGE]) * 256
     for letter in _kept(rules):
@@ -228,7 +228,7 @@ def table(rules: Rules, others: Mapping[str, int]) -> bytes:
 
 
 def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | None:
-    """Convert the text of a sequence to residue tokens by the rules. Return None if `on_unknown=drop` leaves it out.
+    """Convert the sequence text `written` to residue tokens. Return None if `rules.on_unknown` leaves out the record.
 
     Raise `RefusedSymbols` for a symbol that is no residue, for SaProt's structure letters, or for an empty chain.
     """
@@ -289,14 +289,14 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
     """Apply `rules.long` to a sequence. Return the id, header and tokens of each resulting record.
 
-    Raise `RefusedSymbols` if the sequence is too long and `rules.long` is `error`, or if its linkers fill a window.
+    Raise `RefusedSymbols` if the sequence is too long and `rules.long` is `error`, or if `chain_windows` has no room.
     """
     length, most, record_id = len(tokens), rules.max_length, name.decode()
     if most is None or length <= most or rules.long == "full":
         return [(name, header, tokens)]
     if rules.long == "error":
         raise RefusedSymbols(
-            f"has {length:,} residues, over {most:,}", "raise the limit, or crop, window or skip long sequences"
+            f"has {length:,} residues, over {most:,}", "raise --max-length, or set --long to crop, window or skip"
         )
     if rules.long == "skip":
         edits.add(f"a sequence over {most:,} residues was left out", record_id)
@@ -305,7 +305,7 @@ def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -
     try:
         windows = chain_windows(token_L, most)
     except InputError as error:
-        raise RefusedSymbols(f"has {length:,} residues with linkers, and {error}", "or skip such records") from None
+        raise RefusedSymbols(f"has {length:,} residues with linkers, and {error}", "or set --long skip") from None
     crop = rules.long == "crop"
     edits.add(f"a sequence over {most:,} residues was {'cropped' if crop else 'cut into windows'}", record_id)
     places = [windows.drawn(record_id)] if crop else [windows.spread(k) for k in range(windows.count)]

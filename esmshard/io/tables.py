@@ -48,7 +48,7 @@ class Table:
 
     path: Path
     columns: Mapping[str, list[str]]
-    """The stripped cells of each column, in file order. An empty cell is ''."""
+    """The cells of each column by name, in file order, without white space at their ends. An empty cell is ''."""
     lines: list[int]
     """The line number of each row, from 1; the row number in a Parquet file or a workbook."""
     ids: str | None = None
@@ -58,7 +58,7 @@ class Table:
         return len(self.lines)
 
     def where(self, row: int) -> str:
-        """Return the file and line of a row, such as `labels.csv:17`."""
+        """Return the file and line of the row with the index `row`, such as `labels.csv:17`."""
         return f"{self.path}:{self.lines[row]}"
 
     def at(self, row: int) -> str:
@@ -105,7 +105,7 @@ class Table:
             if not NUMBER.fullmatch(cell) or not math.isfinite(value := float(cell)):
                 raise InputError(
                     f"{self.where(row)}: column {shown(name)} has {shown(written[row])}, which is not a finite number; "
-                    "write every number with a decimal point, or leave the cell empty"
+                    "write numbers such as 1.5, or leave the cell empty"
                 )
             values_N[row] = value
         return values_N
@@ -171,7 +171,7 @@ def read_table(path: Path) -> Table:
     else:
         text = read_text(path, "a table")
         separator = _separator(path, text)
-        rows, divided = _records(path, text, separator), f", read as separated by {_SEPARATORS[separator]}"
+        rows, divided = _records(path, text, separator), f" ({_SEPARATORS[separator]} separate cells)"
     header, first = next(rows, ([], 0))
     if not header:
         raise InputError(f"{path}: is empty; the first line of a table has the column names")
@@ -226,7 +226,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
 
 
 def _sheet_rows(path: Path) -> Iterator[tuple[list[str], int]]:
-    """Yield the cells and the number of each row in the only sheet. For a formula, read its saved value."""
+    """Yield the cells and the number of each row in the only sheet with cells. For a formula, read the saved value."""
     try:
         import openpyxl
     except ImportError:
@@ -320,7 +320,7 @@ def _separator(path: Path, text: str) -> str:
 
 
 def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str], int]]:
-    """Yield the stripped cells and the first line number of each row. Leave out rows of empty cells."""
+    """Yield the cells of each row, without white space at their ends, and its first line. Leave out empty rows."""
     # With newline="" the csv module accepts all line ends and does not change line breaks inside quotes.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     line = 1
@@ -340,7 +340,7 @@ def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str],
 
 
 def write_rows(file: IO[str], rows: Sequence[Sequence[str]]) -> None:
-    """Write a CSV table, whose first row has the column names. Each line ends with a line feed."""
+    """Write `rows` as a CSV table. The first row has the column names. Each line ends with a line feed."""
     # Before Python 3.13 the csv module does not quote carriage returns, where readers would end the line.
     quoted = any("\r" in cell for row in rows for cell in row)
     csv.writer(file, lineterminator="\n", quoting=csv.QUOTE_ALL if quoted else csv.QUOTE_MINIMAL).writerows(rows)

@@ -25,7 +25,7 @@ GROUP_ROWS, GROUP_NUMBERS = 65_536, 4_194_304
 
 
 class Writer(ABC):
-    """Writes the file or directory `out`, first in a scratch directory in the parent of `out`."""
+    """Writes the file or directory `out`. Until it is complete, it is in a scratch directory beside `out`."""
 
     def __init__(self, out: Path) -> None:
         self.out = out
@@ -33,7 +33,7 @@ class Writer(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Create the file or directory `self.work`. Its name is the name of `out`."""
+        """Create the file or directory `self.work` in the scratch directory. It has the same name as `out`."""
 
     def finish(self) -> None:  # noqa: B027  # Some writers have no remaining data.
         """Write the remaining data after the last record."""
@@ -68,9 +68,9 @@ class Writer(ABC):
 
 
 class TableWriter(Writer):
-    """Writes `x.csv` with six digits for each number, or `x.parquet` (needs the pip extra `tables`).
+    """Writes `x.csv` with six significant digits for each float, or `x.parquet` (needs the pip extra `tables`).
 
-    NaN becomes an empty cell. Up to GROUP_ROWS rows or GROUP_NUMBERS numbers stay in memory.
+    NaN becomes an empty cell. Rows are written when GROUP_ROWS rows or GROUP_NUMBERS numbers are in memory.
 
     Args:
         out: the file to write.

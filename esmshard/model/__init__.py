@@ -1,1 +1,1 @@
-"""Models, their weights and their files, on one device and without torch.distributed."""
+"""Defines models, and reads and writes their files, on one device and without torch.distributed."""

@@ -2,8 +2,8 @@
 
 `peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads these files. For an `EsmModel`,
 add `key_mapping={"^esm.": ""}`. Plain LoRA adapters from other programs can be read, too. The tensors in the file
-decide which layers are adapted; the setting `target_modules` does not. Unknown settings raise an error, because they
-could change the outputs.
+decide which layers are adapted; the setting `target_modules` does not. If an unknown setting has a value, reading
+raises `InputError`, because the setting could change the outputs.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 PREFIX = "base_model.model."
 HEAD = "head.safetensors"
 """The file with the task head in an adapter directory. PEFT ignores this file."""
-_FIX = "let PEFT merge it (merge_and_unload) and save the model"
+_FIX = "let PEFT merge the adapter into its base model (merge_and_unload), and save the merged model"
 
 # Keys of PEFT's class `LoraConfig` that this module reads, or that do not change the outputs of a trained adapter.
 _KNOWN = {
@@ -56,17 +56,19 @@ def is_adapter(path: Path) -> bool:
 
 
 def read_settings(directory: Path) -> dict[str, Any]:
-    """Read `adapter_config.json`. Raises `InputError` if it is damaged, names no base model, or is not a plain LoRA."""
+    """Read `adapter_config.json` of an adapter. Raises `InputError` if the file is damaged, names no base model, or has
+    settings that a plain LoRA lacks.
+    """
     path = directory / ADAPTER_CONFIG
     settings = weight_reader.read_json(path)
     if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-        raise InputError(f"{path}: peft_type is not LORA and cannot be read; {_FIX}")
+        raise InputError(f"{path}: peft_type is not LORA, so the adapter cannot be read; {_FIX}")
     if unknown := [key for key, value in settings.items() if key not in _KNOWN and value]:
         raise InputError(f"{path}: {unknown[0]} is set, so the adapter is not a plain LoRA; {_FIX}")
     if settings.get("init_lora_weights") not in _INIT:
         raise InputError(
-            f"{path}: init_lora_weights is {settings['init_lora_weights']!r}, which changes the base model too and "
-            f"cannot be read; {_FIX}, or have PEFT convert it on saving (path_initial_model_for_weight_conversion)"
+            f"{path}: init_lora_weights is {settings['init_lora_weights']!r}, which also changes the base model, so "
+            f"the adapter cannot be read; {_FIX}, or save it with PEFT's path_initial_model_for_weight_conversion"
         )
     base = settings.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
@@ -75,9 +77,10 @@ def read_settings(directory: Path) -> dict[str, Any]:
 
 
 def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearned: Sequence[str]) -> "Weights":
-    """Return the weights of `base` with an adapter and its task head. A LoRA is added in fp32 when a weight is read.
-    `unlearned` names the model parts whose values are random. Raises `InputError` if the adapter is not complete, does
-    not fit the base model, or cannot be read.
+    """Return the weights of the model `base` with the adapter in `directory` and the adapter's task head. When a weight
+    is read, its LoRA is added in fp32. `settings` is the result of `read_settings`. `unlearned` names the model parts
+    with random values (`lm_head`, `contact_head`). Raises `InputError` if the adapter is not complete, does not fit the
+    base model, or cannot be read.
     """
     file = next((directory / name for name in ADAPTERS if (directory / name).is_file()), None)
     if file is None:
@@ -108,8 +111,8 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         raise InputError(f"{file}: has no LoRA, or a LoRA with only one of its two matrices; copy the adapter again")
     if changed := [name for name in (*lora_a, *replaced) if name in (*tied.keys(), *tied.values())]:
         raise InputError(
-            f"{file}: changes {changed[0]}, which token embedding and LM head share in this model; train the adapter "
-            "without word_embeddings, decoder and lm_head in target_modules and modules_to_save"
+            f"{file}: changes {changed[0]}, which the token embedding and the LM head share in this model; train the "
+            "adapter without word_embeddings, decoder and lm_head in target_modules and modules_to_save"
         )
     shapes = {name: reader.shape for name, reader in base.read.items()}
     fits = {name: shapes.get(name) == reader.shape for name, reader in replaced.items()}
@@ -118,8 +121,8 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         fits[name] = shapes.get(name) == (b.shape[0], a.shape[1]) and 0 < a.shape[0] == b.shape[1]
     if wrong := [name for name, fit in fits.items() if not fit]:
         raise InputError(
-            f"{file}: {wrong[0]} does not fit the base model; write the adapter's base model as "
-            f"base_model_name_or_path into {directory / ADAPTER_CONFIG}"
+            f"{file}: {wrong[0]} does not fit the base model; write the path or hub name of the model "
+            f"that the adapter was trained on as base_model_name_or_path into {directory / ADAPTER_CONFIG}"
         )
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
@@ -144,10 +147,11 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 
 
 def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
-    """Return the factor of a layer's LoRA product B A: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+    """Return the factor of the LoRA product B A in the layer `module`: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
-    PEFT's `alpha_pattern` maps regular expressions to alphas, and the first match counts. Here the keys must be plain
-    names, because the search for an unknown expression may never end. A dot in a name may have a backslash.
+    PEFT's `alpha_pattern` maps regular expressions to alphas. The first expression that matches `module` counts. Here
+    each expression must be a plain name, in which a dot may have a backslash. Other expressions raise `InputError`,
+    because matching them could take forever.
     """
     alpha: Any = settings.get("lora_alpha")
     path = directory / ADAPTER_CONFIG
@@ -158,7 +162,7 @@ def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int)
         if module == name or (module.endswith(f".{name}") and not key.startswith("^")):
             alpha = alpha_of_key
     if type(alpha) not in (int, float) or not 0 < alpha < math.inf:
-        raise InputError(f"{path}: lora_alpha or alpha_pattern is {alpha!r}, not a positive number; save it again")
+        raise InputError(f"{path}: lora_alpha or alpha_pattern is {alpha!r}; save the adapter with a positive number")
     return float(alpha) / (math.sqrt(rank) if settings.get("use_rslora") else rank)
 
 
@@ -173,7 +177,7 @@ def _with_lora(name: str, base: WeightReader, a: WeightReader, b: WeightReader, 
 
 def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
     """Return the key in `adapter_model.safetensors` for the LoRA matrix or trained bias that esmshard calls `name`.
-    `targets` is the recipe key `adapt.targets`.
+    `targets` is the value of the recipe key `adapt.targets`.
 
     >>> from esmshard.model.families.family_registry import SIZES
     >>> size = SIZES["esm2_t6_8M_UR50D"]
@@ -195,8 +199,8 @@ def peft_name(name: str, config: ModelConfig, targets: Collection[str]) -> str:
 def adapter_config(
     base: str, config: ModelConfig, rank: int, alpha: float, targets: Collection[str], bias: str
 ) -> dict[str, Any]:
-    """Return the content of `adapter_config.json`. `base` is the name or path of the base model. `targets` and `bias`
-    are keys in the recipe section `adapt`.
+    """Return the content of `adapter_config.json`. `base` is the name or path of the base model. `rank`, `alpha`,
+    `targets` and `bias` are the values of these keys in the recipe section `adapt`.
     """
     family = family_of(config)
     # PEFT's `AutoPeftModel` needs this entry.
@@ -233,11 +237,12 @@ def write_adapter(
 ) -> dict[str, str]:
     """Write an adapter and its task head to an existing directory. Return the sha256 of both weight files, by name.
 
-    Some model families store several matrices as one matrix. For such a matrix, the LoRA matrices A are stacked, and
-    the LoRA matrices B become blocks on a diagonal. Then the product B A stacks the single products.
+    The files of some model families join several matrices in one matrix. For a joined matrix, the LoRA matrices A are
+    stacked, and the LoRA matrices B become blocks on a diagonal. Then the product B A is the stack of the products of
+    the single matrices.
 
-    `settings` is the result of `adapter_config`, and `targets` the recipe key `adapt.targets`. `tensors` has all
-    trained tensors by esmshard's names: LoRA matrices, biases, `head.*`.
+    `settings` is the result of `adapter_config`. `targets` is the value of the recipe key `adapt.targets`. `tensors`
+    has all trained tensors by esmshard's names: LoRA matrices, biases, `head.*`.
     """
     head = {name: tensor.contiguous() for name, tensor in tensors.items() if name.startswith("head.")}
     groups: dict[str, dict[str, torch.Tensor]] = defaultdict(dict)

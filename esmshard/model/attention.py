@@ -11,9 +11,10 @@ from torch import nn
 from esmshard.batch import TokenBatch
 
 OnAttention = Callable[[int, int, torch.Tensor, torch.Tensor], None]
-"""The type of a function `on_attention(layer, sequence, q_THK, k_THK)`. The function gets the queries and keys of one
-sequence in one layer, after the rotary embedding, including `<cls>` and `<eos>`. The function can call `attention_map`
-for a few heads at a time, because all H maps [T, T] together could need too much memory."""
+"""The type of a function `on_attention(layer, sequence, q_THK, k_THK)`. It gets the index of a layer, the index of
+a sequence in the batch, and the sequence's queries and keys after the rotary embedding, including `<cls>` and `<eos>`.
+The function can call `attention_map` for a few heads at a time, because the maps [T, T] of all heads together could
+need too much memory."""
 
 
 def kernel_name(device: torch.device, dtype: torch.dtype) -> Literal["varlen", "slices", "padded"]:
@@ -21,7 +22,7 @@ def kernel_name(device: torch.device, dtype: torch.dtype) -> Literal["varlen", "
 
     - `varlen`: FlashAttention over packed sequences, in half precision on CUDA GPUs from Ampere on.
     - `slices`: one SDPA call per sequence, on the CPU, where it was the fastest in measurements.
-    - `padded`: one SDPA call with a key mask, after padding to the longest sequence, on other devices.
+    - `padded`: one SDPA call with a key mask, after padding to the longest sequence, in all other cases.
     """
     half = dtype in (torch.bfloat16, torch.float16)
     if half and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
@@ -46,7 +47,7 @@ def attend(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch:
 
 
 def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute `attend` for one sequence after another."""
+    """Compute the result of `attend` with one SDPA call for each sequence."""
     out = []
     # `split` is faster than slices, because each slice would get a gradient as large as the pack.
     for q, k, v in zip(*(torch.split(x_THK, batch.token_counts) for x_THK in (q_THK, k_THK, v_THK)), strict=True):
@@ -56,7 +57,7 @@ def attend_slices(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor,
 
 
 def attend_padded(q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Compute `attend` with all sequences padded to the length of the longest sequence."""
+    """Compute the result of `attend` with one SDPA call, after padding all sequences to the length of the longest."""
     n, longest = len(batch), batch.max_seqlen
     lengths_N = batch.cu_seqlens.diff().long()
     sequence_T = torch.repeat_interleave(torch.arange(n, device=q_THK.device), lengths_N, output_size=batch.bounds[-1])
@@ -82,7 +83,7 @@ class RotaryEmbedding(nn.Module):
 
     Checkpoints contain the buffer `inv_freq`, because released ESM-2 models have values that were rounded to fp16.
     Exact values would change representations by up to 1e-3. The buffer stays fp32 when the model is cast to another
-    type. In bf16, half of 1,024 positions would equal another position.
+    type, so the angles are fp32, too. bf16 would round the first 1,024 positions to about 512 different numbers.
     """
 
     inv_freq: torch.Tensor
@@ -100,7 +101,9 @@ class RotaryEmbedding(nn.Module):
         return self
 
     def forward(self, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosine and the signed sine of each token's rotation angles, fp32 [T, 1, K] each."""
+        """Return the cosine and the sine of each token's rotation angles, fp32 [T, 1, K] each. The sine for the first
+        number of each pair has a minus sign.
+        """
         angle_TK = batch.position_T[:, None].to(torch.float32) * self.inv_freq
         cos_TK, sin_TK = angle_TK.cos(), angle_TK.sin()
         join = partial(torch.stack, dim=-1) if self.interleaved else partial(torch.cat, dim=-1)
@@ -127,8 +130,8 @@ OnQk = Callable[[int, torch.Tensor, torch.Tensor], None]
 
 
 class PackedAttention(nn.Module):
-    """Computes attention between the tokens of each sequence, without parameters. If several processes divide the heads
-    or the tokens, `esmshard.parallel` replaces this module by a subclass.
+    """Computes attention between the tokens of each sequence. This module has no parameters. If several processes
+    divide the heads or the tokens, `esmshard.parallel` replaces this module by a subclass.
     """
 
     compiles = True
@@ -211,7 +214,8 @@ def attention_map(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
 
 
 Between = Callable[[torch.Tensor, TokenBatch], torch.Tensor]
-"""The type of a function `between(x_TD, batch)`. A block adds the result [T, D] before the feed-forward part."""
+"""The type of a function `between(x_TD, batch)`. A block adds the result [T, D] to x between attention and feed-forward
+part."""
 
 
 class TrunkBlock(nn.Module):

@@ -22,7 +22,7 @@ class Matrix:
     """A linear layer in a transformer block. A LoRA can adapt this layer."""
 
     target: str
-    """The layer's name in the recipe key `adapt.targets`: q, k, v, out, fc1 or fc2. Gated blocks have two fc1."""
+    """The layer's name in the recipe key `adapt.targets`: q, k, v, out, fc1 or fc2. Gated blocks have fc1 twice."""
     path: str
     """The name of the layer's module inside a block, such as `self_attn.q_proj`."""
     columns: int
@@ -30,8 +30,8 @@ class Matrix:
     rows: int
     """The width of the layer's output."""
     reads: str
-    """A name for the layer's input. Layers with the same input have the same name here, because training saves the
-    input only once."""
+    """A name for the tensor that the layer reads, such as `qkv`. Layers that read the same tensor have the same name
+    here, because training saves this tensor only once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,19 +42,19 @@ class ModelConfig(ABC):
     dim: int
     n_heads: int
     window: int | None = field(default=None, compare=False)
-    """The length of the longest sequence in training, in residues; None for the family's default (`Family.window`)."""
+    """The length of the longest sequence that the model was trained on, in residues; None if it is `Family.window`."""
     chains: Chains = field(default=Chains(), compare=False)  # `Chains` is immutable
     """How the chains of a protein complex become one sequence."""
 
     family: ClassVar[str]
-    """Name of the model family, a key of `family_registry.FAMILIES`."""
+    """The name of the model family, a key of `family_registry.FAMILIES`."""
     gated: ClassVar[bool] = False
     """Whether the feed-forward part computes silu(gate matrix x input) * (up matrix x input), which is called
     SwiGLU."""
     qk_norm: ClassVar[bool] = False
     """Whether a LayerNorm is applied to queries and keys before the rotary embedding."""
     chain_break: ClassVar[bool] = False
-    """Whether `esmshard.vocab.SEPARATOR` is the number of the model's chain-break token."""
+    """Whether the model has a chain-break token. Its index is `esmshard.vocab.SEPARATOR`."""
 
     def __post_init__(self) -> None:
         for name in ("n_layers", "dim", "n_heads", "v_heads", "ffn", "max_positions", "window"):
@@ -65,7 +65,7 @@ class ModelConfig(ABC):
         if self.dim % (2 * self.n_heads):
             raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads})")
         if self.chains.linker == "break" and not self.chain_break:
-            raise ValueError("linker:break: this model has no chain-break token; give a length, such as linker:25")
+            raise ValueError("linker:break: this model has no chain-break token; give a linker length, as linker:25")
         if self.chains.gap and self.most_tokens is not None:
             raise ValueError("gap: this model has learned positions, and a gap needs rotary positions; omit gap")
 
@@ -107,7 +107,7 @@ class ModelConfig(ABC):
         return self.n_layers * self.n_heads
 
     def kept_with(self, track: str) -> int:
-        """Return how many extra numbers per token are saved for the backward pass if batches have this track."""
+        """Return how many extra numbers per token are saved for the backward pass if batches have the track `track`."""
         return 0
 
     @property

@@ -5,8 +5,9 @@ residues in the 650M model. Let P_c be the map of head c without `<cls>` and `<e
 
     logit = b + sum_c w_c F_c,    F_c = S_c - a_c a_c^T / A_c,    a_c = row sums of S_c,    A_c = sum of a_c.
 
-So the sum M = sum_c w_c P_c [L, L] and the vectors a_c determine all logits, and no map stays in memory. The maps are
-computed a few at a time, and once more in the backward pass of training.
+Here w_c and b are the regression's weights and bias. So the sum M = sum_c w_c P_c [L, L] and the vectors a_c determine
+all logits, and no map stays in memory. The maps are computed a few at a time, and once more in the backward pass of
+training.
 """
 
 import torch
@@ -17,11 +18,11 @@ from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
-"""The maximum number of map entries in memory (4 MiB). One map per regression is always allowed."""
+"""The maximum number of entries of attention maps in memory (4 MiB), or one map per regression if that is more."""
 
 
 class ContactAccumulators:
-    """Computes A contact regressions for each of N sequences, with gradients.
+    """Computes the contact logits of several regressions (their number is A) for each sequence, with gradients.
 
     In the backward pass, activation checkpointing calls the method `add` again. Autograd needs the results of this
     second call, but the call must not change the sums.
@@ -82,16 +83,16 @@ class ContactAccumulators:
 def _weighed_maps(
     q_THK: torch.Tensor, k_THK: torch.Tensor, weight_AH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A weighted sums of H attention maps, [A, T, T], and their `_row_sums`, [H, L]."""
+    """Return A weighted sums of H attention maps, [A, T, T], and the `_row_sums` of the H maps, [H, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     return (weight_AH @ maps_HTT.flatten(1)).view(-1, *maps_HTT.shape[1:]), _row_sums(maps_HTT)
 
 
 def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
-    """Return the row sums a_c of S_c (see the module) for each map, [H, L].
+    """Return the row sums a_c of S_c (see the top of this file) for each map, [H, L].
 
-    Products with a vector of ones and zeros are faster than sums over a part of each map. Subtracting the columns of
-    `<cls>` and `<eos>` from 1 would leave only rounding errors for heads that attend to `<cls>` only.
+    Products with a vector of ones and zeros are faster than sums over a part of each map. Each row of a map sums to
+    1, but 1 minus the columns of `<cls>` and `<eos>` would be only a rounding error if a head attends only to `<cls>`.
     """
     inner_T = torch.ones(maps_HTT.shape[-1], device=maps_HTT.device)
     inner_T[0] = inner_T[-1] = 0
@@ -99,7 +100,7 @@ def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
 
 
 def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
-    """Return the contact regression's inputs F_c (see the module) for H heads of one layer, fp32 [H, L, L]."""
+    """Return the regression's inputs F_c (see the top of this file) for H heads of one layer, fp32 [H, L, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     a_HL, maps_HLL = _row_sums(maps_HTT), maps_HTT[:, 1:-1, 1:-1]
     return maps_HLL + maps_HLL.mT - a_HL[:, :, None] * (a_HL / a_HL.sum(-1, keepdim=True))[:, None, :]

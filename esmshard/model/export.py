@@ -69,8 +69,9 @@ def write_pickle(
     source: Source,
     dtype: torch.dtype = torch.float32,
 ) -> dict[str, str]:
-    """Write a model file for the authors' code. `kind.path` returns `path`. Tensors that the file format lacks, such as
-    a task head, are left out. All else is as in `write_transformers`.
+    """Write a model file in the format `kind` for the authors' code. `path` must be a result of `kind.path`. Tensors
+    that the format cannot contain, such as a task head, are left out. The other arguments, the result and the errors
+    are as in `write_transformers`.
 
     `torch.save` needs all tensors at once, so they are first written to temporary files and mapped into memory.
     """
@@ -83,7 +84,7 @@ def write_pickle(
 
 
 def _by_key(family: Family, config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Return, for each key of a model file, esmshard's names of the tensors that are joined under it, in row order."""
+    """Map each key of a model file to esmshard's names of its tensors. The file joins these tensors in this order."""
     keys: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (key := family.key(name)) is not None:
@@ -128,29 +129,34 @@ def stored_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Copy a tensor with the type `stored_dtype`. The errors are as in `write_transformers`."""
+    """Return a copy of the tensor `name` in the type that `stored_dtype` returns. Raises `FloatingPointError` if a
+    value is not finite, or is too large for this type.
+    """
     written = tensor.to(stored_dtype(name, dtype), copy=True, memory_format=torch.contiguous_format)
     # A NaN or an infinity shows in the minimum or maximum. A mask of the whole tensor would need more memory.
     if written.numel() and not torch.isfinite(torch.stack(torch.aminmax(written))).all():
         largest = float(tensor.abs().max())
         if largest < float("inf"):
             raise FloatingPointError(
-                f"{name} contains {largest:.3g}, which is too large for {dtype}; write fp32 or bf16"
+                f"{name} contains {largest:.3g}, which is too large for {dtype}; pass --dtype fp32 or bf16"
             )
-        raise FloatingPointError(f"{name} holds a value that is not finite, so the training has diverged")
+        raise FloatingPointError(
+            f"{name} holds a value that is not finite, so the training has diverged; use an earlier checkpoint"
+        )
     return written
 
 
 def push(model: str, name: str, *, private: bool = False, overwrite: bool = False) -> str:
     """Upload the files of a model directory to the Hugging Face hub as one commit. Return the repository's address.
 
-    `model` is the directory of a run, of an adapter, or from `esmshard consolidate`. With `overwrite=True`, an existing
-    repository gets one more commit. Raises `UsageError` if `name` is not OWNER/NAME, or if the repository exists and
-    `overwrite` is False. Raises `InputError` if the directory is not a complete model, its weights differ from the
-    recorded sha256, an adapter's base is not on the hub, or the upload fails.
+    `model` is the directory of a run or of an adapter, or an output of `esmshard consolidate`. With `private=True`, a
+    new repository is private. With `overwrite=True`, an existing repository gets one more commit. Raises `UsageError`
+    if `name` is not OWNER/NAME, or if the repository exists and `overwrite` is False. Raises `InputError` if the model
+    is not complete, a file's sha256 differs from `esmshard.json`, an adapter's base model is not on the hub, or the
+    upload fails.
     """
     if not is_hub_name(name):
-        raise UsageError(f"{name}: give OWNER/NAME, such as me/model")
+        raise UsageError(f"{name}: give OWNER/NAME as the name of the repository, such as me/model")
     path = weights.place(model)
     if not path.is_dir():
         raise InputError(f"{model}: not a model directory; give a run, or a directory from `esmshard consolidate`")

@@ -1,10 +1,10 @@
 """Joins the language model (trunk) and a task head in one torch module, and defines the dropout of task heads.
 
 torch's dropout masks depend on the rank and on the order of the records. Here each number of a mask is a hash of record
-seed, layer, position in the record, and column. So a resumed run and a run on other ranks have the same masks, and so
-has a layer that activation checkpointing computes again.
+seed, layer, position in the record, and column. So the masks stay the same in a resumed run, in a run on another
+number of ranks, and in a layer that activation checkpointing computes again.
 
-`esmshard.batch` explains the letters of tensor names. R is the number of rows of the masked tensor.
+`esmshard.batch` explains the letters of tensor names. R is the number of rows of the tensor that dropout changes.
 """
 
 from collections import defaultdict
@@ -45,7 +45,7 @@ class FineTuner(nn.Module):
         self.head = head
         self._drawn: Mapping[str, WeightReader] = {}
         self.remembered: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
-        """Outputs of a frozen model that a task saves for later calls, by name and key. The task chooses both. Before
+        """Outputs of a frozen model that a task saves for later calls, by a name and a key of the task's choice. Before
         `Task.baselines` is called, the first rank also gets the outputs that other ranks have saved."""
 
     @property
@@ -75,7 +75,7 @@ class FineTuner(nn.Module):
 
     @torch.no_grad()
     def outputs(self, inputs: Sequence[Inputs]) -> list[npt.NDArray[np.float32]]:
-        """Return the task head's outputs for these inputs."""
+        """Return the task head's outputs for each of the inputs."""
         dtype = self.trunk.embed_tokens.weight.dtype
         # The task head has fp32 weights. With autocast, it also accepts the output of a trunk in half precision.
         mixed = nullcontext() if dtype == torch.float32 else torch.autocast(self.device.type, dtype)
@@ -106,9 +106,9 @@ class FineTuner(nn.Module):
         tracks: Collection[str] = (),
         quantization: Quantization | None = None,
     ) -> None:
-        """Quantise matrices and add LoRA matrices if the settings ask for it. Then choose the parameters to train: the
-        task head, and the trunk's parameters that `settings` selects, except for `Trunk.never_learns`. `seed` is the
-        seed of new LoRA matrices. `tracks` names the tracks that all batches have.
+        """Quantise the trunk's matrices if `quantization` is given. Add LoRA matrices, made with `seed`, if
+        `settings.method` is lora. Then choose the parameters to train: the task head, and the trunk's parameters that
+        `settings` selects, except for `Trunk.never_learns`. `tracks` names the tracks that all batches have.
         """
         if quantization is not None:
             quantize(self.trunk.layers, self.trunk.config.matrices, quantization)
@@ -128,8 +128,9 @@ class FineTuner(nn.Module):
             _freeze(trunk, part)
 
     def rows_of(self, base: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Return a function `(name, rows)` that returns initial rows of a tensor in this module. The trunk's tensors
-        are read from `base` and quantised if necessary. New LoRA matrices are random. The task head is `head`.
+        """Return a function `(name, rows)` that returns rows of a tensor of this module before training. The trunk's
+        tensors come from `base`, and are quantised if necessary. The task head's tensors come from `head`. New LoRA
+        matrices get the initial values of `esmshard.model.weights.drawn`.
         """
         state = head.state_dict()
 
@@ -177,12 +178,13 @@ def _freeze(trunk: Trunk, part: str) -> None:
 
 
 _PLACE, _LAYER, _COLUMN = 0x27D4EB2F, 0x165667B1, 0x61C88647
-"""Odd factors for position, layer and column in the input of the hash, so that neighbours differ in many bits."""
+"""Odd factors for position, layer and column in the input of the hash. So inputs of neighbours differ in many bits."""
 
 
 class RecordDropout(nn.Module):
-    """Sets a share of the input, from 0 to below 1, to zero in training, and scales up the other numbers. Does nothing
-    in evaluation. Each dropout layer of a head needs another number `layer`, so that their masks differ.
+    """Sets the share `share` (from 0 to below 1) of the input numbers to zero in training, and divides all others by
+    1 - `share`. Does nothing in evaluation. Each dropout layer of a head needs a different index `layer`, so that the
+    masks differ.
     """
 
     def __init__(self, share: float, layer: int = 0) -> None:
@@ -191,7 +193,7 @@ class RecordDropout(nn.Module):
 
     def forward(self, x_RF: torch.Tensor, draw_R: torch.Tensor | None) -> torch.Tensor:
         """Apply dropout to x [R, F]. `draw_R`, int32 [R], has a random seed for each row, from `of_tokens`,
-        `of_changes` or `TokenBatch.draw_N`. None is allowed in evaluation.
+        `of_changes` or `TokenBatch.draw_N`. It may be None only in evaluation or if the share is 0.
         """
         if not self.training or not self.share:
             return x_RF

@@ -1,7 +1,8 @@
 """Finds or downloads released models and repositories of the Hugging Face hub.
 
 All downloads come from the hub, because fair-esm's server has no checksums that would reveal damaged files.
-huggingface_hub is imported inside functions, because the import reads environment variables.
+huggingface_hub is imported inside functions, because the import reads environment variables such as HF_HOME. So a
+program can set them after it has imported esmshard.
 """
 
 import os
@@ -20,8 +21,8 @@ ADAPTER_CONFIG, ADAPTERS = "adapter_config.json", ("adapter_model.safetensors", 
 LAYOUTS = tuple(
     f"{weights}{index}" for weights in ("model.safetensors", "pytorch_model.bin") for index in (".index.json", "")
 )
-"""The names of weight files and of index files for several weight files. `esmshard.model.weights.read` tries them in
-this order."""
+"""The possible names of a single weight file, or of the index of several weight files. `esmshard.model.weights.read`
+tries them in this order."""
 _CONFIG = "config.json"
 _TOKENIZER = ("vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "tokenizer.json", "added_tokens.json")
 SMALL = (_CONFIG, ADAPTER_CONFIG, *_TOKENIZER, "head.safetensors", "esmshard.json", "README.md")
@@ -31,7 +32,7 @@ _ANSWER_SECONDS = 10.0
 
 
 def is_name(name: str) -> bool:
-    """Return whether `name` is a released model or has the form OWNER/NAME, like some relative paths."""
+    """Return whether `name` is a released model or has the form OWNER/NAME. Some relative paths have it, too."""
     return name in RELEASED or is_hub_name(name)
 
 
@@ -53,7 +54,7 @@ def check(names: Collection[str], to: Path | None = None, overwrite: bool = Fals
 
 def find(name: str) -> Path | None:
     """Return the path of a complete model in the local caches, without using the network; None if there is no such
-    copy. A released model can also be the fair-esm file `NAME.pt` in the cache of `torch.hub`.
+    model. A released model can also be the fair-esm file `NAME.pt` in the cache of `torch.hub`.
     """
     import torch
 
@@ -93,8 +94,8 @@ def _repository(name: str) -> str:
 
 
 def authors_weights(files: Collection[str]) -> str | None:
-    """Choose the language model's file `data/weights/NAME.pth` from the file names of a repository; None if there is no
-    such file, or several. ESM3's encoders and decoders do not count.
+    """Return the path `data/weights/NAME.pth` of the language model among the files of a repository; None if there is
+    no such file, or several. The files of ESM3's encoders and decoders do not count.
     """
     pattern = re.compile(r"data/weights/(?!\w*(?:encoder|decoder))[^/]+\.pth")
     models = [file for file in files if pattern.fullmatch(file)]
@@ -176,7 +177,7 @@ def _download(name: str, directory: Path | None = None) -> Path:
 
 
 def reason(error: BaseException) -> str:
-    """Return the first line of the first cause's message, which says more than the message of huggingface_hub."""
+    """Return the first line of the original exception's message, which says more than that of huggingface_hub."""
     while error.__cause__:
         error = error.__cause__
     return next(iter(str(error).strip().splitlines()), type(error).__name__)

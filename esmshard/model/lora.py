@@ -26,7 +26,7 @@ NF4_BLOCK = 64
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a LoRA, and with the weight (or packed matrix) and the bias of the linear layer `base`."""
+    """A linear layer with a LoRA, and the weight (or packed matrix) and bias of `base`. `scale` is alpha / rank."""
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         packed = packed_of(base)
@@ -129,7 +129,7 @@ class PackedMatrix(nn.Module):
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer with a packed matrix. The `weight` is None, and the `bias` belongs to the layer `base`."""
+    """A linear layer with a packed matrix. Its `weight` is None, and its `bias` is the bias of `base`."""
 
     def __init__(self, base: nn.Linear, kind: Quantization) -> None:
         super().__init__(base.in_features, base.out_features, device="meta")
@@ -142,7 +142,7 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantize(layers: nn.ModuleList, matrices: Sequence[Matrix], kind: Quantization) -> None:
-    """Replace the linear layers of each block, in place, by `QuantizedLinear` layers without values."""
+    """Replace the linear layers of each block, in place, by `QuantizedLinear` layers. Their values are loaded later."""
     for layer in layers:
         for matrix in matrices:
             base = layer.get_submodule(matrix.path)
@@ -156,13 +156,13 @@ def packed_of(linear: nn.Module) -> PackedMatrix | None:
 
 
 def frozen_product(x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:
-    """Return x W' + bias, [T, O], for a packed matrix W [O, I]. The bias may have a gradient."""
+    """Return x W' + bias, [T, O], for a packed matrix W [O, I]. The bias may be trained."""
     y_TO: torch.Tensor = _FrozenProduct.apply(x_TI, bias_O, packed)  # type: ignore[no-untyped-call]
     return y_TO
 
 
 class _FrozenProduct(torch.autograd.Function):
-    """Multiplies by a packed matrix. Saves neither the unpacked matrix nor the input for the backward pass."""
+    """Multiplies by a packed matrix. For the backward pass, saves neither the unpacked matrix nor the input."""
 
     @staticmethod
     def forward(ctx: Any, x_TI: torch.Tensor, bias_O: torch.Tensor | None, packed: PackedMatrix) -> torch.Tensor:

@@ -28,17 +28,15 @@ class ContactRegression(nn.Module):
 
 
 def embedding(rows: int, dim: int, padding_idx: int | None = None) -> nn.Embedding:
-    """Make an embedding table. Without `_weight`, `nn.Embedding` would import the compiler on the device `meta` (2
-    s).
-    """
+    """Make an embedding table. Without `_weight`, `nn.Embedding` on `meta` would import torch's compiler (2 s)."""
     return nn.Embedding(rows, dim, padding_idx, _weight=torch.empty(rows, dim).uniform_(-1, 1))
 
 
 class TrunkOutput(NamedTuple):
-    """The result of a forward pass. FSDP needs a tuple here."""
+    """The result of a forward pass. It is a tuple, because FSDP does not find tensors in a dataclass."""
 
     representations: dict[int, torch.Tensor]
-    """Representations [T, D] by layer. Layer 0 is the embedding. Only the last layer has the final norm."""
+    """Representations [T, D] by layer. Layer 0 is the embedding. The final norm is applied only to the last layer."""
     logits_PV: torch.Tensor | None
 
 
@@ -63,16 +61,17 @@ class Pack:
 class Trunk(nn.Module, ABC):
     """A language model with LM head and contact regression. Each model family defines a subclass.
 
-    `esmshard.parallel` needs blocks `block(x_TD, batch, layer, on_attention) -> x_TD` in `layers`. Models are made on
-    the device `meta`, without memory for values. `esmshard.model.weights` loads the values later.
+    For `esmshard.parallel`, each block in `layers` must accept `block(x_TD, batch, layer, on_attention)` and return
+    x [T, D]. Models are made on the device `meta`, without memory for values. `esmshard.model.weights` loads the values
+    later.
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
-    """For each tensor with two names, its second name mapped to its name in files."""
+    """The second name of each tensor with two names, mapped to its first name, which files have."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
-    """Name prefixes of parameters that fine-tuning leaves unchanged, because they hardly affect losses."""
+    """The prefixes of the names of parameters that are never trained, or only with a track of `learns_with`."""
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}
-    """By track name, name prefixes of parameters in `never_learns` that are trained if batches have this track."""
+    """By track name, the prefixes of parameters in `never_learns` that are trained if batches have this track."""
 
     config: ModelConfig
     embed_tokens: nn.Embedding
@@ -80,8 +79,8 @@ class Trunk(nn.Module, ABC):
     lm_head: nn.Module
     contact_head: ContactRegression
     shared_on: torch.device | None = None
-    """The device of this process while several processes share the model, or while arithmetic and weights differ in
-    precision; otherwise None. If the device is set, only one call of the model may run at a time."""
+    """The device of this process while several processes share the model, or while the precisions of arithmetic and
+    weights differ; otherwise None. If the device is set, only one call of the model may run at a time."""
     called_through: Callable[..., TrunkOutput] | None = None
     """A function that makes all processes call the trunk (`esmshard.parallel.shard.shared_calls`). Its arguments are
     torch's `__call__` and the arguments of the call. None if processes do not share the model."""
@@ -112,7 +111,7 @@ class Trunk(nn.Module, ABC):
         return self.layers[index](x_TD, batch, index, on_attention)  # type: ignore[no-any-return]
 
     def tie_weights(self) -> None:
-        """Let both names of a tied tensor refer to one tensor again. torch's `to_empty` separates the names."""
+        """Let both names of a tensor in `tied` refer to one tensor again, after torch's `to_empty` has made two."""
 
     def forward(
         self,
@@ -126,13 +125,13 @@ class Trunk(nn.Module, ABC):
         Args:
             batch: N sequences with T tokens in total.
             layers: the layers to return representations for, from 0 (embedding) to `n_layers`; by default the last.
-                Later blocks run only if `logits_at` is given or `layers` is empty.
+                Blocks after the highest of these run only if `logits_at` is given or `layers` is empty.
             logits_at: int64 [P], indices of the tokens that get LM logits; None for no logits.
             on_attention: see `esmshard.model.attention.OnAttention`.
         """
         wanted = {self.config.n_layers} if layers is None else set(layers)
         if wanted - set(range(self.config.n_layers + 1)):
-            raise ValueError(f"layers {sorted(wanted)}: this model has 0 to {self.config.n_layers}")
+            raise ValueError(f"layers {sorted(wanted)}: this model has layers 0 to {self.config.n_layers}")
         batch = as_read(batch, self.config.chains)
         x_TD = self.embed(batch)
         representations = {0: x_TD} if 0 in wanted else {}
@@ -160,8 +159,9 @@ class Trunk(nn.Module, ABC):
 
 
 def as_read(batch: TokenBatch, chains: Chains) -> TokenBatch:
-    """Return the batch for the embedding. The `SEPARATOR` tokens between chains become glycines, except with
-    `linker:break`. Each linker adds `chains.gap` to all later positions. Heads and losses read the original batch.
+    """Return the batch with the tokens and positions that the trunk reads. The `SEPARATOR` tokens between chains become
+    glycines, except with `linker:break`. Each linker adds `chains.gap` to the positions of all later tokens in its
+    sequence. Heads and losses read the original batch.
     """
     if not batch.linked_N:
         return batch

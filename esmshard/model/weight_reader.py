@@ -21,7 +21,7 @@ REPLACED = "copy or download the file again (with `git lfs pull` in a git reposi
 
 @dataclass(frozen=True)
 class WeightReader:
-    """Reads a tensor or some of its rows, so memory need not have a second copy of a model."""
+    """Reads a tensor, or some of its rows, when it is called. So memory need not have a second copy of a model."""
 
     shape: torch.Size
     """The shape of the whole tensor."""
@@ -50,7 +50,7 @@ def read_json(path: Path) -> Any:
     try:
         return files.read_json(path)
     except FileNotFoundError:
-        raise InputError(f"{path}: missing; the directory is not a complete model") from None
+        raise InputError(f"{path}: missing, so the model is not complete; copy or download it again") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}; {REPLACED}") from None
 
@@ -72,8 +72,8 @@ def read_safetensors(path: Path) -> dict[str, WeightReader]:
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """Read the dictionary in a torch file without running code. Raises `InputError` if the file contains code or cannot
-    be read.
+    """Read the dictionary in a torch file without running code in it. Raises `InputError` if the file contains code, or
+    cannot be read.
     """
     try:
         with torch.serialization.safe_globals([argparse.Namespace]):
@@ -101,7 +101,7 @@ def read_tensors(path: Path) -> dict[str, WeightReader]:
 
 
 def tensors(state: Mapping[str, Any]) -> dict[str, WeightReader]:
-    """Return a reader for each tensor in a dictionary, by key."""
+    """Return a reader for each tensor in a dictionary, by key. Other values are left out."""
     return {
         str(k): WeightReader(v.shape, v.detach().__getitem__) for k, v in state.items() if isinstance(v, torch.Tensor)
     }

@@ -53,7 +53,7 @@ class Weights:
     seed: int | None = None
     """The random seed of new weights; None for weights from files."""
     made: str = ""
-    """For an adapter, a hash of the LoRA scales and of the random base model's seed, which the weight files lack."""
+    """For an adapter, a hash of what its weight files lack: the LoRA scales, and the seed of a random base model."""
 
     @property
     def unlearned(self) -> tuple[str, ...]:
@@ -112,7 +112,9 @@ def fresh(config: ModelConfig, seed: int) -> Weights:
 
 
 def drawn(config: ModelConfig, wanted: Mapping[str, torch.Size], seed: int) -> dict[str, WeightReader]:
-    """Return readers of random tensors with these shapes. LoRA A is Kaiming-uniform, and LoRA B is 0, as in PEFT."""
+    """Return readers of random tensors with the shapes `wanted`, by name. LoRA matrices A are Kaiming-uniform, and LoRA
+    matrices B are 0, as in PEFT. `Family.initial` makes all others.
+    """
 
     @lru_cache(maxsize=1)  # Successive calls read rows of the same tensor.
     def draw(name: str, shape: torch.Size) -> torch.Tensor:
@@ -183,10 +185,12 @@ def read(model: str) -> Weights:
         if name is None:
             return fetched
         if fetched.config != SIZES[name]:
-            raise InputError(f"{fetched.source}: the sizes differ from {name}; download the model again")
+            raise InputError(f"{fetched.source}: its architecture is not that of {name}; download the model again")
         return replace(fetched, config=SIZES[name])  # Released files lack the window.
     if model in SIZES:
-        raise InputError(f"{model}: has no trained weights; give the path of a trained model, or init: random")
+        raise InputError(
+            f"{model}: has no trained weights; give the path of a trained model, or set init: random in the recipe"
+        )
     nearest = ", ".join(get_close_matches(model, SIZES, n=5, cutoff=0.0))
     raise InputError(
         f"{model}: no such file or directory, and not the name of a model; give a path, OWNER/NAME on the Hugging Face "
@@ -224,7 +228,10 @@ def _weight_files(path: Path) -> list[Path]:
                 return sorted({path / Path(shard).name for shard in read_json(file)["weight_map"].values()})
         if file.is_file():
             return [file]
-    raise InputError(f"{path}: not a complete model, because it has no model.safetensors and no pytorch_model.bin")
+    raise InputError(
+        f"{path}: not a complete model, because it has no model.safetensors and no pytorch_model.bin; copy or download "
+        "the model again"
+    )
 
 
 def _read_transformers(path: Path, single: Path | None = None) -> Weights:
@@ -244,7 +251,7 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
 
 
 def _read_file(path: Path) -> Weights:
-    """Open one weight file, for any authors' code or from a directory in `transformers`' layout."""
+    """Open one weight file, either for the code of a model's authors or from a directory in `transformers`' layout."""
     if path.suffix == ".safetensors" or (path.suffix == ".bin" and _has_config(path.parent)):
         return _read_transformers(path.parent, path)
     if path.suffix not in (".pt", ".pth", ".bin", ".ckpt"):
@@ -276,10 +283,12 @@ def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Wei
         if second is None or shared is None or second.shape != shared.shape:
             continue
         if not torch.equal(second().nan_to_num(), shared().nan_to_num()):  # Logits would differ from the authors' code.
-            raise InputError(f"{source}: {name} differs from {first}, but such a model shares one tensor for both")
+            raise InputError(f"{source}: {name} differs from {first}, but in this model family they are one tensor")
     wanted = stored_shapes(config)
     if unexpected := sorted(name for name in readers.keys() - wanted.keys() if not name.startswith("head.")):
-        raise InputError(f"{source}: {some(unexpected)} do not belong to a model of {config.n_layers} such layers")
+        raise InputError(
+            f"{source}: {some(unexpected)} do not belong to a model of this family with {config.n_layers} layers"
+        )
     missing = sorted(wanted.keys() - readers.keys())
     parts = ("lm_head", "contact_head")
     absent = tuple(part for part in parts if not any(name.startswith(f"{part}.") for name in readers))
@@ -288,7 +297,7 @@ def _complete(opened: Opened, source: str, notices: tuple[str, ...] = ()) -> Wei
     for name, size in wanted.items():
         if name in readers and readers[name].shape != size:
             raise InputError(
-                f"{source}: {name} is {list(readers[name].shape)} and must be {list(size)}; check config.json"
+                f"{source}: {name} has shape {list(readers[name].shape)} and must have {list(size)}; check config.json"
             )
     tensors = readers | drawn(config, {name: wanted[name] for name in missing}, seed=0)
     return Weights(config, source, tensors, absent, notices, files)
@@ -304,7 +313,7 @@ def _read_adapter(path: Path) -> Weights:
     """Return the weights of an adapter's base model with the adapter's tensors.
 
     `adapter_config.json` names the base model. A path is relative to the working directory, as in PEFT, or to the
-    adapter. If `esmshard.json` has the sha256 of the base model, it is checked.
+    directory `path`. If `esmshard.json` has the base model's sha256, the base model must have the same sha256.
     """
     settings = adapters.read_settings(path)
     about = weight_reader.read_json(path / ABOUT) if (path / ABOUT).is_file() else {}
@@ -331,7 +340,7 @@ def _read_adapter(path: Path) -> Weights:
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
     """Return the weights for a model that joins chains with the settings `chains`. None keeps the model's settings.
-    Raises `UsageError` if the model does not support `chains`. `where` is the option or recipe key.
+    Raises `UsageError` if the model does not support `chains`. `where` is the option or recipe key in the message.
     """
     if chains is None:
         return weights
@@ -370,7 +379,7 @@ def load_model(model: str, device: torch.device | None = None, dtype: torch.dtyp
 
 
 def record(digests: Mapping[str, str]) -> dict[str, Any]:
-    """Return the entries for `esmshard.json` about weight files, from the sha256 of each file in writing order."""
+    """Return the entries for `esmshard.json` about weight files. `digests` has the sha256 by name, in writing order."""
     joint_digest = hashlib.sha256(b"".join(map(bytes.fromhex, digests.values()))).hexdigest()
     return {"weights_sha256": joint_digest, "files": dict(digests)}
 
@@ -446,7 +455,7 @@ def check(
 
 
 def _model_of(full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an identity without file names, window and chains, which do not change the tensors."""
+    """Return the identity `full` without file names, window and chains, which do not change the tensors."""
     model = {key: full[key] for key in ("seed", "made") if key in full}
     model["files"] = sorted(str(entry["sha256"]) for entry in full["files"].values())
     config = {key: value for key, value in full["config"].items() if key not in ("window", "chains")}

@@ -1,12 +1,12 @@
-"""Context parallelism: a few neighbouring ranks divide the tokens of each pack (a batch of whole sequences end to end).
+"""Context parallelism: a few neighbouring ranks divide the tokens of each pack (a batch without padding).
 
 Each rank computes a layer for its own tokens only, but with all matrices and all attention heads. FSDP shards the
 matrices over all ranks. Each layer gathers the keys and values of all tokens once. The backward pass sums and scatters
 their gradients.
 
 Ring attention (Liu et al. 2023, arXiv:2310.01889) would divide keys and values, too. But ring attention needs the
-log-sum-exp of each part, and only private functions of torch return the log-sum-exp. `esmshard.batch` explains the
-letters of tensor names; R is the number of this rank's tokens.
+log-sum-exp of the attention scores of each part, and only private functions of torch return it. `esmshard.batch`
+explains the letters of tensor names; R is the number of this rank's tokens.
 """
 
 import itertools
@@ -54,7 +54,7 @@ class _ContextAttention(PackedAttention):
         self.rows = rows
 
     def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """Compute attention from this rank's R tokens to all T tokens. The tensors contain the R tokens only."""
+        """Compute attention from this rank's R tokens to all T tokens. The arguments contain only the R tokens."""
         kv_TE = self.rows.all(torch.cat((k_THK, v_THK), 1).flatten(1))
         k_all_THK, v_all_THK = kv_TE.view(self.rows.tokens, 2, *k_THK.shape[1:]).unbind(1)
         return attend_from(q_THK, k_all_THK, v_all_THK, batch, self.rows.place.start)

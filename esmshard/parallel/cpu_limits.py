@@ -18,8 +18,8 @@ the key in the file `memory.stat` for memory that the kernel can release."""
 def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, int] | None:
     """Return the memory limit of this process's cgroup and the memory in use, in bytes, or None without a limit.
 
-    Cached file pages that the kernel can release at once do not count as memory in use. In a container, `root` is the
-    container's cgroup. `membership` is the kernel's list of this process's cgroups, in version 1 or 2.
+    Cached file pages that the kernel can release at once do not count as memory in use. `root` is the directory
+    of all cgroups, or in a container of its own cgroup. The kernel lists this process's cgroups in `membership`.
     """
     limits = []
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []
@@ -50,7 +50,7 @@ def cores(root: Path = CGROUPS) -> int:
 
 
 def _number(path: Path, pattern: str = r"^(\d+)$") -> int:
-    """Return the number in a file of the kernel. Without a number, return 0 for the file `memory.stat`, else 2^60."""
+    """Return the number that `pattern` finds in a file. If there is none: 0 for `memory.stat`, 2^60 for other files."""
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     match = re.search(pattern, text, re.MULTILINE)
     return int(match[1]) if match else 0 if path.name == "memory.stat" else 1 << 60

@@ -5,8 +5,8 @@ these variables. The function `variables` computes them for a task of srun. The 
 for `--nproc N` and sets the variables.
 
 `run_local` does not use torch's `elastic_launch`, because the key-value store of `elastic_launch` listens on all
-addresses. `elastic_launch` also restarts a run after a user's mistake, and hides exit codes after a signal. This module
-imports torch only when it starts processes.
+addresses. `elastic_launch` also restarts a run after a user's mistake, and hides the exit codes of processes that got a
+signal. This module imports torch only when it starts processes.
 """
 
 import json
@@ -30,7 +30,7 @@ from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
-"""The environment variable with the process id of esmshard's launcher. Only processes of this launcher have it."""
+"""The environment variable with the process id of esmshard's launcher. Only the launcher's processes have it."""
 LAUNCH = "ESMSHARD_LAUNCH"
 """The environment variable with a random text for each call of esmshard's launcher. Restarts keep the text."""
 TRIAL = "ESMSHARD_TRIAL"
@@ -40,7 +40,7 @@ _RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 PORTS = range(20000, 28000)
 """The ports on which rank 0 may listen under srun. The Slurm job id and step id determine the port."""
 FIRST_LEAVES = 10.0
-"""How many seconds other ranks wait after a user's mistake, so that rank 0 can print the mistake first."""
+"""How many seconds all ranks except rank 0 wait after a user's mistake, so that rank 0 can print the mistake first."""
 STOP_TIMEOUT = 600.0
 """How many seconds processes have to save a checkpoint and end, after SIGTERM or SIGUSR1."""
 END_TIMEOUT = 30.0
@@ -55,7 +55,7 @@ TO_SAVE, TO_END = (
 
 @contextmanager
 def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Set environment variables inside a `with` block, and restore the earlier values at its end."""
+    """Set environment variables inside a `with` block, and restore the old values at the end of the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -182,7 +182,7 @@ def run_local(
     Returns:
         The exit code of the launcher: 0 if all processes succeeded; 75 if processes saved and ended, or got SIGTERM
         before they began; 1 if processes that had to save were killed; 128 + N if signal N ended the run or a process;
-        otherwise the exit code of a failed process. A user's mistake is preferred to a crash.
+        otherwise the exit code of a failed process: of a user's mistake rather than of a crash.
     """
     shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
     shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_limits.cores() // nproc))}
@@ -272,14 +272,17 @@ def _watch(
 
 
 def _has_left(code: int, signals: Sequence[int]) -> bool:
-    """Return whether an exit code says that a process saved and ended, or that a signal ended it at its very start."""
+    """Return whether `code` means that a process saved and ended, or that one of `signals` ended it at its start."""
     return code == ExitCode.REQUEUE or (-code in TO_SAVE and -code in signals)
 
 
 def _verdict(
     ends: Mapping[int, int], killed: int, signals: Sequence[int], place_of: Callable[[int], str]
 ) -> tuple[int, str, bool]:
-    """Return the launcher's exit code, the reason if no process has printed it, and whether a restart may help."""
+    """Return the launcher's exit code, the error message if no process has printed it, and whether a restart may help.
+
+    `ends` and `killed` are results of `_watch`. `place_of` returns the last step and phase of a rank as text.
+    """
     has_left = any(_has_left(code, signals) for code in ends.values())
     failed = [(rank, code) for rank, code in ends.items() if code and not _has_left(code, signals)]
     failed = [(rank, code) for rank, code in failed if not (has_left and code == ExitCode.LOST)]
@@ -301,7 +304,7 @@ def _verdict(
 
 
 def prefix(restarts: int, start: int) -> str:
-    """Return the key prefix of a process group in the key-value store. Each process group has a different prefix."""
+    """Return the prefix of a process group's keys in the key-value store; `start` counts the groups of a process."""
     return f"esmshard/{restarts}/{start}"
 
 

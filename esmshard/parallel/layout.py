@@ -16,11 +16,11 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int, int]]:
-    """Count the matrix products of a layer that selective checkpointing keeps, by shape (inputs, outputs on a rank).
+    """Count the products of a layer that selective checkpointing keeps, by (input width, output width on one rank).
 
     Checkpointing keeps the products with the matrices q, k, v, `out` and fc1. No gradient needs the product with fc2,
-    and the products of a LoRA need almost no time. With tensor parallelism, the product with `out` is not kept, because
-    it is as large as the product with fc1. If fc1 and fc2 have the same shape, the first products of this shape are
+    and a LoRA is recomputed in almost no time. With tensor parallelism, the product with `out` is not kept, because it
+    is as large as the product with fc1. If fc1 and fc2 have the same shape, the first products of this shape are
     kept, because fc2 comes last.
     """
     left_out = ("fc2",) if tensor == 1 else ("out", "fc2")
@@ -60,7 +60,7 @@ class Layout:
     compile: bool = False
 
     def __post_init__(self) -> None:
-        """Set the field `group` as the strategy requires. Raises `UsageError` if the given value does not fit."""
+        """Set the field `group` as the strategy requires. Raises `UsageError` if the given `group` does not fit."""
         if self.strategy not in STRATEGIES:
             raise UsageError(f"Layout: there is no strategy {self.strategy!r}; choose {', '.join(STRATEGIES)}")
         ranks, copies = self.world_size // self.tensor, STRATEGIES[self.strategy]
@@ -103,8 +103,8 @@ def layout(
 ) -> Layout:
     """Check the recipe section `parallel`, and return its `Layout` for `world_size` processes.
 
-    `per_machine` is the number of processes on one machine. `precision` replaces `auto` in the settings. Raises
-    `UsageError` if settings contradict each other, or do not fit the number of processes.
+    `per_machine` is the number of processes on one machine. `precision` is the layout's precision, because the
+    settings may have `auto`. Raises `UsageError` if settings contradict each other, or the number of processes.
     """
     for key, size in (("tensor", settings.tensor), ("context", settings.context)):
         if per_machine % size:
@@ -160,7 +160,7 @@ def _group(settings: ParallelSettings, world_size: int, per_machine: int) -> int
     if world_size % group or group in (1, world_size):
         which = "parallel.group_size" if size else "the processes of one machine"
         raise UsageError(
-            f"strategy hybrid_shard: groups of {group} ({which}) do not divide {world_size} processes into several "
-            "groups of several; choose a parallel.group_size that does, or full_shard or no_shard"
+            f"strategy hybrid_shard: groups of {group} ({which}) do not divide {world_size} processes into at least 2 "
+            "equal groups of at least 2; set a parallel.group_size that does, or parallel.strategy=full_shard"
         )
     return group

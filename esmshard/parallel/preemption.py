@@ -30,7 +30,7 @@ _SIGNALS = {int(getattr(signal, name)): words for name, words in _REASONS.items(
 
 
 class Preempted(BaseException):
-    """Is raised when a run was asked to stop. The class is no `Exception`, because a requested stop is no failure."""
+    """Is raised when a run was asked to stop. `except Exception` does not catch it, because a stop is no failure."""
 
     exit_code = ExitCode.REQUEUE
 
@@ -47,8 +47,8 @@ def leaving_code(unsaved: int = 0) -> int:
     torchrun would restart all ranks after 75.
 
     srun returns the highest code of all ranks, and sends SIGTERM to all ranks when one rank fails. So rank 0 has 75,
-    and the other ranks have 0. But before training, SIGTERM may mean that another rank has failed, and after 75 a
-    scheduler would repeat this failure forever. So rank 0 then has 143, the code after SIGTERM.
+    and the other ranks have 0. But if `unsaved` is SIGTERM, another rank may have failed before training, and after
+    75 a scheduler would repeat this failure forever. So rank 0 then has 143, the code after SIGTERM.
     """
     if launch.LAUNCHER in os.environ or "RANK" not in os.environ:
         return Preempted.exit_code
@@ -79,7 +79,7 @@ def seconds(duration: str) -> int:
 class Preemption:
     """Receives requests to stop this process, inside a `with` block.
 
-    A signal raises `Preempted` at once, except inside the method `noted`. Python runs signal handlers only between two
+    A signal raises `Preempted` at once, except inside a block of `noted`. Python runs signal handlers only between two
     instructions, so a process that waits in a collective for a lost rank does not react. Therefore a thread also reads
     each signal, and ends the process after `LEAVE_WITHIN` seconds.
 
@@ -135,7 +135,7 @@ class Preemption:
 
     @property
     def unsaved(self) -> int:
-        """The number of the signal if training has not begun, so that there is nothing to save; otherwise 0."""
+        """The same number as `asked` if training has not begun, so that there is nothing to save; otherwise 0."""
         return 0 if self.began else self.asked
 
     @contextmanager
@@ -143,7 +143,7 @@ class Preemption:
         """Protect training and saving in a `with` block: a signal does not interrupt the block, and only sets `asked`.
 
         Raises:
-            Preempted: at the begin or the end of the block, if the process was asked to stop.
+            Preempted: at the beginning or the end of the block, if the process was asked to stop.
         """
         self._stop_if_asked()
         self._noting = self.began = True
@@ -179,7 +179,7 @@ class Preemption:
 
 _installed: list[Preemption] = []
 _before_fork = threading.local()
-"""Its attribute `mask` has the signals that a thread had blocked before a fork. `_unblock` restores this mask."""
+"""The attribute `mask` has the signals that a thread had blocked before a fork. `_unblock` restores the mask."""
 
 
 def _block() -> None:

@@ -54,9 +54,9 @@ class World:
     """The key-value store through which the ranks connected; None for a single process."""
 
     def patient(self, seconds: int = 7 * 86400) -> "World":
-        """Return a `World` of the same ranks whose methods have a longer time-out, by default a week.
+        """Return a `World` of the same ranks whose methods have the time-out `seconds`, by default a week.
 
-        Other ranks can then wait while the first rank writes a model. All ranks must call this method.
+        The other ranks can then wait while the first rank writes a model. All ranks must call this method.
         """
         if self.mesh is None:
             return self
@@ -115,7 +115,7 @@ class World:
         return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank, and return its result. If it raises `InputError` on a rank, all ranks do."""
+        """Call a function on every rank, and return its result. All ranks raise the first `InputError` of any rank."""
         result, error = None, None
         try:
             result = function()
@@ -148,12 +148,13 @@ def world(
 
     Args:
         start_timeout: how many seconds the ranks may take to connect.
-        step_timeout: how many seconds later collectives wait for a late rank; `start_timeout` by default.
-        alone_too: whether a single process makes a process group too. `Layout.cpu_offload` requires a process group.
+        step_timeout: how many seconds each collective waits for a late rank, once the ranks have connected; by default
+            `start_timeout`.
+        alone_too: whether to make a process group even for a single process, as `Layout.cpu_offload` requires.
         wanted: the name of a device; see the function `own_device`.
 
     Raises:
-        UsageError: environment variables of a launcher are missing or unreadable, or `wanted` does not fit.
+        UsageError: environment variables of a launcher are missing or unreadable, or a process cannot use `wanted`.
         InputError: there are fewer GPUs than processes.
         LostProcess: not all ranks connect in time.
     """
@@ -189,7 +190,7 @@ def world(
 
 
 _STARTS = itertools.count()
-"""Counts the process groups that this process has made. The count is part of their keys (see `launch.prefix`)."""
+"""Counts the process groups that this process has made. The count is part of their keys in the store (`prefix`)."""
 
 
 def _gloo_interface() -> dict[str, str]:
@@ -247,7 +248,7 @@ def _meet(rank: int, size: int, seconds: int) -> Any:
     except dist.DistError as error:
         words = " ".join(str(error).split("\n")[0].split())
         raise LostProcess(
-            f"rank {rank}: the {size} ranks did not all meet at {host}:{port} within {seconds} s ({words}); check "
+            f"rank {rank}: the {size} ranks did not all connect to {host}:{port} within {seconds} s ({words}); check "
             "that all were started and can reach that address, then start again with --resume auto"
         ) from None
     return store

@@ -43,11 +43,11 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
 
     With and without FSDP, the model computes with copies of its fp32 parameters in `layout.precision`, and the residual
     stream has this precision too. Autocast would keep the residual stream in fp32, so losses on one device would differ
-    from losses on several ranks. A model on the meta device needs no memory until `load.materialise` loads its parts.
+    from losses on several ranks. A model on the meta device needs memory only when `load.materialise` loads it.
 
     Raises:
-        UsageError: the model has no ModuleList `layers`, or the layout needs another number of ranks, a process group,
-            or a model of esmshard.
+        UsageError: the model has no ModuleList `layers`, or the layout needs a model of esmshard, a process group, or
+            another number of ranks than `world` has.
     """
     layers, shared = getattr(model, "layers", None), ties(model)
     if not isinstance(layers, nn.ModuleList):
@@ -118,8 +118,8 @@ def _checkpointing(model: nn.Module, layout: Layout) -> Wrapper:
 def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     """Return a function like `forward(x_TD, ...)` that the backward pass computes again, to save memory.
 
-    Two traps of the compiler: if the result were a `partial`, nothing would be compiled. If `again` had more arguments,
-    torch 2.11 would compile the function again for each new value of an argument.
+    `context` has options of torch's `checkpoint`. The result must not be a `partial`, because torch would not compile
+    it. `again` has one argument, because torch 2.11 would compile it anew for each new value of other arguments.
     """
 
     def run(x_TD: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
@@ -135,7 +135,7 @@ def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor])
 def _mesh(ranks: DeviceMesh, layout: Layout, seconds: int) -> DeviceMesh:
     """Return the device mesh of all ranks with the dimensions (shard), or (replicate, shard) for several model copies.
 
-    With tensor parallelism, `tensor` is the last dimension.
+    With tensor parallelism, `tensor` is the last dimension. The process groups have the time-out `seconds`.
     """
     if layout.replicas == layout.tensor == 1:
         return ranks
@@ -214,7 +214,7 @@ _KEPT_NAMES = {
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:
-    """Return torch's contexts for a checkpointed layer and its recomputation. See `kept_products` for `products`."""
+    """Return two contexts of torch: for the forward pass of a layer, and to recompute it. See `kept_products`."""
     # torch 2.11 calls `keep` for each operation in both contexts, later releases only in the first context.
     left = {again: Counter(products) for again in (False, True)}
 
@@ -327,8 +327,8 @@ def ties(model: nn.Module) -> list[list[str]]:
 def check_ties(model: nn.Module, expected: list[list[str]]) -> None:
     """Raise `AssertionError` if the names in a list of `expected` no longer share a parameter.
 
-    This happens if FSDP gathers the names in two modules. Not every release of torch raises an error, and then each
-    name has a separate copy, or the last rank's rows are never updated.
+    This happens if FSDP gathers the names in two modules. Some releases of torch then raise no error, but
+    each name has a separate copy, or the last rank's rows are never updated.
     """
     lost = [names for names in expected if names not in ties(model)]
     assert not lost, f"{' and '.join(lost[0])} no longer share a parameter; keep them in one FSDP module"

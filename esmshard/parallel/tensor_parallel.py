@@ -1,8 +1,8 @@
 """Tensor parallelism: a few neighbouring ranks compute each layer together (Shoeybi et al. 2019, arXiv:1909.08053).
 
 Each rank computes some attention heads, and some columns of the feed-forward part, for all tokens of the pack (a batch
-of whole sequences end to end). For norms and the residual stream, each rank computes only its own tokens (Korthikanti
-et al. 2022, arXiv:2205.05198). So a layer communicates four times in the forward pass:
+without padding). For norms and the residual stream, each rank computes only its own tokens (Korthikanti et al. 2022,
+arXiv:2205.05198). So a layer communicates four times in the forward pass:
 
     norm of own tokens -> gather tokens -> own heads    -> sum over ranks, scatter tokens -> add to own tokens
     norm of own tokens -> gather tokens -> own columns  -> sum over ranks, scatter tokens -> add to own tokens
@@ -39,9 +39,9 @@ Forward = Callable[..., Any]
 Wrapper = Callable[[Forward], Forward]
 """A function that gets the `forward` method of a module, and returns a changed `forward`."""
 DIMENSION = "tensor"
-"""The last dimension of the device mesh. Its ranks divide each layer, and are neighbours."""
+"""The name of the last dimension of the device mesh. The ranks along it divide each layer, and are neighbours."""
 SMALL = 2**20
-"""The maximum size of a small parameter. One collective sums the gradients of all small parameters of a layer."""
+"""The maximum number of values of a small parameter. One collective sums the gradients of all small ones of a layer."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
 """The norms of a block after which each rank gathers the tokens of all ranks."""
 
@@ -49,8 +49,9 @@ NORMS = ("self_attn_layer_norm", "final_layer_norm")
 class Rows(Pack):
     """Exchanges the tokens of a pack among the ranks of the one-dimensional `mesh`, which compute layers together.
 
-    The backward passes of `all`, `all_heads` and `sum_of_parts` sum gradients over the ranks. This is right, because
-    each rank computes a part of the later results, or has 1/N of the gradient of a result that all N ranks compute.
+    The backward passes of `all`, `all_heads` and `sum_of_parts` sum gradients over the ranks. This is right: either
+    each rank uses the result only for its own heads, columns or tokens, or all N ranks compute the same outputs, and
+    each has 1/N of their gradients (`divide_tokens`).
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -127,9 +128,9 @@ def split(model: nn.Module, mesh: DeviceMesh) -> list[Wrapper]:
 def computing_with(
     module: nn.Module, tensors_of: Callable[[dict[str, nn.Parameter]], Mapping[str, torch.Tensor]], forward: Forward
 ) -> Forward:
-    """Return a function like the module's `forward` that computes with other tensors instead of the parameters.
+    """Return a function like the module's `forward` that computes with the tensors of `tensors_of` as parameters.
 
-    `tensors_of` gets the parameters by name, and returns the other tensors by name. It may leave out parameters.
+    `tensors_of` gets the parameters by name, and returns tensors by name. Parameters that it omits are not replaced.
     """
     callee = nn.Module()  # `functional_call` calls a module, and `module` itself would call this function again
     callee.module, callee.forward = module, forward  # type: ignore[method-assign]
@@ -179,8 +180,8 @@ def _place(module: nn.Module, mesh: DeviceMesh, weight: Placement, bias: Placeme
 def _local_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, torch.Tensor]:
     """Return this rank's parts of a layer's parameters as plain tensors, by name.
 
-    If a parameter is not divided, each rank computes a part of its gradient, and the backward pass sums the parts. This
-    rank sets the biases `zero` to zero, because only the first rank adds them.
+    If a parameter is not divided, each rank computes a part of its gradient, and the backward pass sums the parts. The
+    biases named in `zero` become zero. All ranks except the first pass biases that a sum over ranks must contain once.
     """
     tensors = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     parts = {name: tensor.to_local() for name, tensor in tensors.items()}
@@ -212,7 +213,7 @@ class _TensorAttention(PackedAttention):
 class DividedNorm(nn.LayerNorm):
     """Computes a LayerNorm over the model's width D, when each rank has only the columns of its attention heads.
 
-    For each token, the ranks exchange a sum and a sum of squares. A gather would send D numbers.
+    For each token, the ranks exchange a sum and a sum of squares. A gather would exchange all D numbers.
     """
 
     def __init__(self, norm: nn.LayerNorm, rows: Rows) -> None:

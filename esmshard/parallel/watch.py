@@ -45,9 +45,10 @@ STORE_SILENCE = 40.0
 """How many seconds the key-value store may take to answer, before it counts as gone. If its machine loses the network,
 the connection stays open."""
 WINDOW = 20
-"""The number of steps over which `Watch` measures a rank's median wait for data, before a message calls it slow."""
+"""`Watch` finds slow ranks by each rank's median wait for data in this number of steps, up to the current step."""
 LEAST = 0.03
-"""A rank counts as slow if it waits at least this many seconds longer for data than other ranks."""
+"""A rank counts as slow if it waits longer for data than the median of the other ranks: by more than this many seconds
+per step, and by more than 10% of the median of `Numbers.gradients_s`."""
 LISTED = 64
 """With at most this number of ranks, metrics.jsonl lists the values of each rank."""
 
@@ -170,7 +171,10 @@ class Control:
         self._store.set(f"end/{self._world.rank}", json.dumps([code, words]))
 
     def _verdict(self, words: str) -> BaseException:
-        """Return the error that this rank raises. All surviving ranks have the same message, and one rank prints it."""
+        """Return the error that this rank raises. All surviving ranks have the same message, and one rank prints it.
+
+        `words` is the first line of the original error, which a lost rank may have caused.
+        """
         rank, answer = self._world.rank, Future[tuple[int, str, int]]()
 
         def ask() -> None:
@@ -202,7 +206,7 @@ class Control:
         return error
 
     def _roll_call(self, words: str) -> tuple[int, str, int]:
-        """Return the exit code, the message, and the rank that prints it. All ranks return the same result."""
+        """Return the exit code, the message, and the rank that prints it; see `_verdict`. All ranks return the same."""
         ranks = range(self._world.size)
         self._store.set("call", "")
         self._report(ExitCode.LOST, "")
@@ -256,10 +260,10 @@ def _at(place: tuple[int, str]) -> str:
 
 
 def check_first_batch(world: World, digests: Callable[[], Mapping[bytes, str]]) -> None:
-    """Check that ranks have different records in the first step, or equal records if they compute layers together.
+    """Check that ranks have different records in the first step, but equal records within a group of `together` ranks.
 
-    Without this check, nobody would notice wrong records, because the loss would fall too. `digests` reads this rank's
-    records of the first step, and returns the record ids by digest. Raises `InputError` on all ranks.
+    Without this check, nobody would notice wrong records, because the loss also falls with them. `digests` reads this
+    rank's records of the first step, and returns the record ids by digest. Raises `InputError` on all ranks.
     """
     owners: dict[bytes, int] = {}
     shares = world.gather(world.agree(digests))
@@ -382,8 +386,9 @@ class Watch:
         slow = {rank for rank, wait in enumerate(waits) if wait - others[rank] > least}
         for rank in sorted(slow - self._slow):
             yield (
-                f"rank {rank} (host {self._control.host(rank)}) waits for data, and all wait for it: {waits[rank]:.3g} "
-                f"s per step, but {others[rank]:.3g} s on the other ranks; check that machine's disk and other programs"
+                f"rank {rank} (host {self._control.host(rank)}) waits for data, and the others wait for this rank: "
+                f"{waits[rank]:.3g} s per step, but {others[rank]:.3g} s on the other ranks; check that machine's disk "
+                "and other programs"
             )
         self._slow = slow
 
@@ -403,7 +408,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _number(value: float) -> float | None:
-    """Round a fraction to four digits. Return None for NaN and infinity, which JSON does not have."""
+    """Round a fraction to four significant digits. Return None for NaN and infinity, which JSON does not have."""
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) else float(f"{value:.4g}")

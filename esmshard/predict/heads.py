@@ -47,9 +47,9 @@ Array = npt.NDArray[np.float32]
 
 TOKENS, GPU_TOKENS = 4096, 16_384
 """The maximum number of tokens in a batch: TOKENS on the CPU and for maps of residue pairs, otherwise GPU_TOKENS. CPU
-cores share this number. A longer record is computed alone."""
+cores that compute batches at the same time divide this number. A longer record has a batch of its own."""
 LEAST = 1024
-"""The minimum size in tokens of a full batch of whole sequences. Smaller batches are slower."""
+"""The maximum number of tokens in a batch is never reduced below this number, since small batches are slow."""
 WINDOW, WINDOW_TOKENS = 2048, 1 << 18
 """The maximum numbers of records and tokens in a window of successive records. The records of a window are sorted by
 length, and their predictions stay in memory together: up to 256 MiB of pair maps, or one larger map."""
@@ -83,11 +83,11 @@ def predict(
     device: DeviceName = None,
     overwrite: bool = False,
 ) -> tuple[int, list[tuple[str, int, str]]]:
-    """Write the model's predictions for each record to a file, and return the number of records in the file.
+    """Write the model's predictions for each record to the file `out`, and return the number of records in this file.
 
-    Also return the id, the number of residues and the reason for each record that failed: if it does not fit into
-    memory, is too long for a model with learned positions, or has predictions that are not finite. Failed records are
-    listed in the file `OUT.failed.tsv`. The file `OUT.json` says how the output was made, and how records were changed.
+    Also return the id, the number of residues and the reason for each record that failed. A record fails if it does not
+    fit into memory, is too long for a model with learned positions, or gets predictions that are NaN or infinite. The
+    file `OUT.failed.tsv` lists these records. The file `OUT.json` says how `out` was made and how records were changed.
 
     An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under the record's id, as the command
     `embed` writes it. For contacts the array is a symmetric matrix of probabilities, float32 [L, L]; for other tasks
@@ -187,8 +187,8 @@ def read_input(
 ) -> tuple[Examples, list[str]]:
     """Read the records of an input and their tracks. Print and return sentences about changes to records.
 
-    `scratch` is a directory for a token store of the records. `chains` says how the chains of a record are joined; by
-    default as the model joins chains. The other arguments and the errors are as for the function `predict`.
+    `scratch` is a directory for a token store of the records. `chains` says how the chains of a record are joined. The
+    default is in the model's configuration. The other arguments and the errors are as for the function `predict`.
     """
     structures = holds_structures(fasta)
     require_structures(fasta, complexes)
@@ -275,7 +275,7 @@ def predictions(
         finetuned: the model with its task.
         tokens_N: the number of tokens of each record.
         question: a function that returns the model's input for the index of a record (see `Task.question`).
-        least: the minimum size in tokens of a full batch of whole sequences, by default LEAST.
+        least: CPU cores do not divide the maximum number of tokens in a batch below this number; by default LEAST.
     """
     task, device, limit = finetuned.task, finetuned.model.device, finetuned.model.trunk.config.most_tokens
     pairs = not task.names

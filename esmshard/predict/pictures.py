@@ -24,7 +24,7 @@ HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that is a file or, without `overwrite`, not empty. Refuse a Python without matplotlib."""
+    """Raise `UsageError` if `folder` is a file or (without `overwrite`) not empty, or if matplotlib is missing."""
     matplotlib_figure()
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder}: is a file; name a directory for the pictures")
@@ -72,7 +72,7 @@ def file_name(record_id: str, taken: set[str]) -> str:
 
 @contextmanager
 def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
-    """Provide a function that saves a picture by record id. Pictures reach `folder` unless the block fails."""
+    """Provide a function that saves a picture by record id. If the `with` block fails, `folder` gets no picture."""
     # An existing directory may be another disk, and files cannot be renamed from one disk to another.
     with scratch_directory(folder / "pictures" if folder.is_dir() else folder) as work:
         taken = set[str]()
@@ -124,8 +124,8 @@ def draw_map(
 ) -> Any:
     """Draw a map on empty axes of matplotlib, and return the image; see `draw` for the arguments.
 
-    If `labels_LL` is given, the colour scale ends at the highest probability. Coloured squares show contacts, and the L
-    pairs with coordinates whose predicted probability is highest.
+    If `labels_LL` is given, the colour scale ends at the highest probability. Coloured squares below the diagonal then
+    show true contacts, and the L labelled pairs with the highest probabilities (for L residues).
     """
     length = len(probability_LL)
     apart_LL = np.arange(length) - np.arange(length)[:, None]

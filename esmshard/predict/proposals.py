@@ -16,7 +16,7 @@ DIVERSITY = 0.15
 """The penalty on a candidate for each position, wild-type residue or mutant residue that it shares with a chosen
 variant, in standard deviations of the predictions. The value was tuned on beta-lactamase: `benchmarks/results`."""
 MOST, MOST_PASSES = 160_000, 20_000
-"""The maximum number of candidate combinations: 20^4, or fewer if each combination needs a forward pass."""
+"""The maximum number of candidate combinations: MOST = 20^4, or MOST_PASSES if each one needs a forward pass."""
 
 
 def candidates(
@@ -24,9 +24,10 @@ def candidates(
 ) -> tuple[list[tuple[Mutation, ...]], str]:
     """Return candidate variants, which change only the given sites, and a sentence about the candidates.
 
-    If `measured` is a combinatorial library (see `is_library`), candidates are combinations of letters at the sites:
-    all combinations, or at most `most` random ones with as many changes as measured variants have. Otherwise candidates
-    are single substitutions. `sites` are counted from 0. Sites with X or a rare letter are left out.
+    If `measured` is a combinatorial library (see `is_library`), candidates are combinations of amino acids at `sites`.
+    If there are more than `most`, a random part is returned, in which each number of changes is about as frequent as in
+    `measured`. Otherwise candidates are single substitutions. `sites` are counted from 0, and those with X, B, U, Z or
+    O are left out.
     """
     sites = sorted(site for site in sites if protein[site] in STANDARD)
     if not is_library(measured):
@@ -69,12 +70,13 @@ def choose(
 
     `sd` is the standard deviation of a variant's predictions over the models. After each choice, `sd` shrinks by the
     information that a measurement of the chosen variant would give about the other variants (GP-BUCB: Desautels et al.
-    2014, JMLR 15:3873, with the models in place of a Gaussian process). Half of each variance stays independent.
+    2014, JMLR 15:3873, with the models in place of a Gaussian process). A measurement of other variants reduces only
+    half of a variant's variance, since the other half is assumed to be independent of them.
 
-    The models of a cross-validation differ much less than the variants do, so `sd` alone could choose the same
+    Predictions differ much less between models than between variants, so without a cost the choices could be the same
     substitution at every position. Shared traits therefore have a cost. `spread` is the standard deviation of the mean
-    predictions of all candidates. `shared` counts the chosen variants with the same position, with the same wild-type
-    residue, and with the same mutant residue (the mean over several changes).
+    predictions of all candidates. A trait is a position, a wild-type residue or a mutant residue. `shared` is how many
+    traits a variant shares with each chosen variant, added up and divided by the number of the variant's changes.
 
     Args:
         values_MN: predictions of M models for N variants; higher is better. With one model, `sd` is 0.

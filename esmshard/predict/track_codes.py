@@ -1,4 +1,4 @@
-"""Computes the values of a track (a further model input), such as ESM3's structure tokens, from structure files."""
+"""Computes the values of a track (an additional model input), such as ESM3's structure tokens, from structure files."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def write_codes(
         for done, path in enumerate(files, 1):
             for chain in read_chains(path, edits=edits):
                 if chain.id in codes:
-                    raise InputError(f"{path}: chain '{chain.id}' comes from {file_of[chain.id]} too; remove one file")
+                    raise InputError(f"{path}: chain '{chain.id}' is also in {file_of[chain.id]}; remove one file")
                 file_of[chain.id] = path
                 codes[chain.id] = encode(weights, chain.backbone_L33, computing).astype(np.uint16)
                 unknown += int(np.isnan(chain.backbone_L33).any((1, 2)).sum())

@@ -36,13 +36,13 @@ Variant = tuple[Mutation, ...]
 SUMMARY = "summary.json"
 NOT_RANKED = "not ranked because"
 IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
-"""Columns with the mutations in a second numbering, if the table and the wild type are numbered differently."""
+"""A column with the mutations in the numbering of the run's table or of the wild type, if these numberings differ."""
 OUT_OF_FOLD, SEEN, VARIED = "out-of-fold prediction", "seen in training", "sites varied in training"
 DISAGREEMENT = "disagreement of models"
 """The column with the standard deviation of the predictions over the models of all folds and seeds, in the unit of the
 target. This standard deviation is not an error bar."""
 LEVEL, RESIDUALS = 0.9, 50
-"""The share of measured values that intervals should contain, and the minimum number of errors to make intervals."""
+"""The share of measured values that intervals should contain, and how many out-of-fold errors an interval needs."""
 LOW, HIGH = f"low {LEVEL:.0%}", f"high {LEVEL:.0%}"
 
 
@@ -63,7 +63,9 @@ class VariantRows:
     table: Table | None = None
 
     def leave_out(self, why: Callable[[Variant], str], what: str) -> "VariantRows":
-        """Return a copy without the variants for which `why` returns a reason. Its new notice begins with `what`."""
+        """Return a copy without the variants for which `why` returns a reason. The last notice of the copy begins with
+        `what` and tells the reasons.
+        """
         variant_of = dict(zip(self.rows, self.mutations, strict=True))
         reasons = {row: reason for row, variant in variant_of.items() if (reason := why(variant))}
         if not reasons:
@@ -142,7 +144,7 @@ def write_table(
 
 @dataclass(frozen=True)
 class Known:
-    """The records of a run about variants. The keys are names of variants in the numbering of the wild type."""
+    """What the files of a run say about variants. Variants are named in the numbering of the wild type."""
 
     measured: Mapping[str, str]  # the first target's measured value for each variant, as text
     out_of_fold: Mapping[str, Sequence[float]]
@@ -165,7 +167,9 @@ class Known:
 
 
 def models_of(run: str) -> list[Path]:
-    """Return the paths of the variant models in the directory of a cross-validation, a run or a model; else []."""
+    """Return the paths of the models of task `variant` in the directory `run` of a cross-validation, a run or a model.
+    If there are none, return []. Raises `InputError` if a cross-validation lacks a model.
+    """
     path = Path(run)
     if traits((summary := _summary(path)).get("task")).reads_table:
         models = [path / name / "model" for name in summary["runs"]]
@@ -186,8 +190,8 @@ def _summary(run: Path) -> dict[str, Any]:
 
 
 def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method: str = "predicted") -> Known:
-    """Read the records of a run and of its models about variants. `method` is `predicted` for out-of-fold predictions
-    of the models, or the name of a baseline for its predictions of the first target.
+    """Read what the files of a run and of its models say about variants. With `method` = `predicted`, `out_of_fold` has
+    predictions of the models; with the name of a baseline, its predictions of the first target.
     """
     files = [model / SEEN_FILE for model in models]
     trained_on = None
@@ -227,8 +231,8 @@ def rows_of_run(run: Path) -> list[dict[str, str]]:
 def better_baseline(summary: Mapping[str, Any]) -> str | None:
     """Return the short name of the best baseline that was better than the fine-tuned model, or None.
 
-    `summary` is the content of `summary.json`. A baseline was better if the interval of the difference between model
-    and baseline is below 0. Without an interval, the difference itself must be below 0.
+    `summary` is the content of `summary.json`. A baseline was better if the interval of the difference (model minus
+    baseline) is below 0. Without an interval, the difference itself must be below 0.
     """
     scores = summary.get("joint", {})
     better = {
@@ -263,7 +267,7 @@ def rank(
     CSV file was made, and how far the ranking can be trusted.
 
     The first columns are the columns of `table`, or `mutant` and `measured`. If table and wild type are numbered
-    differently, one of these columns has the second numbering. Then come the columns from `_columns`, and for a table
+    differently, IN_WILD_TYPE or IN_TABLE is one of them. Then come the columns from `_columns`, and for a table
     `not ranked because`. Rows that cannot be used are at the end, without ranks. If the wild type was measured, rows of
     the wild type (`WT`, or a synonymous change) are not ranked, since their value is known.
 
@@ -362,7 +366,7 @@ def rank(
 
 
 def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) -> VariantRows:
-    """Return a table of the variants that change only residues the model reads, between the 20 amino acids."""
+    """Return a table of the variants that change only residues that the model reads, from and to the 20 amino acids."""
     offset = int(task.facts["offset"])
     rows = listed(task.facts["protein"], [variant for variant in variants if _inside(task, variant)])
     rows = rows.leave_out(not_of_the_20, "not ranked")
@@ -404,7 +408,7 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
 
 def _of_candidates(task: VariantTask, known: Known, sites: str | None, method: str | None) -> VariantRows:
     if sites == "all" and is_library(known.variants):
-        raise UsageError("--sites all: too many combinations; name the sites, or add --all-singles")
+        raise UsageError("--sites all: too many combinations; pass a few sites, as 39,40,41, or add --all-singles")
     passes = method == FROZEN or (method is None and task.settings.pool != "wild_type")
     most = proposals.MOST_PASSES if passes else proposals.MOST
     allowed = _allowed(task, known, sites, int(task.facts["offset"]))
@@ -423,7 +427,7 @@ def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) ->
     try:
         places = {int(word) - 1 + offset for word in sites.split(",")}
     except ValueError:
-        raise UsageError(f"--sites {sites}: positions are expected, as 39,40,41, or all") from None
+        raise UsageError(f"--sites {sites}: is not a list of positions; pass positions as 39,40,41, or all") from None
     if missing := [place + 1 - offset for place in sorted(places) if not 0 <= place < length]:
         numbers = f"residues have the numbers {1 - offset} to {length - offset}"
         raise UsageError(f"--sites {sites}: {missing[0]} is not in the wild type, whose {numbers}")
@@ -494,8 +498,8 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
 
     A prediction of the first target plus the two limits is its interval. The limits are the 5% and 95% quantiles of the
     out-of-fold errors, corrected for the number of errors (split conformal; Vovk et al. 2005, Algorithmic Learning in a
-    Random World). The limits hold for variants that are like the measured variants. With too few out-of-fold
-    predictions, both limits are NaN. The coverage of each fold is measured with limits from the other folds.
+    Random World). The limits hold for variants that are like the measured variants. With fewer than RESIDUALS
+    errors, or with one fold, both are NaN. The coverage of each fold is measured with limits from the other folds.
     """
     names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
     error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])
@@ -564,7 +568,9 @@ def _by_baseline(
     if len(set(measured.values())) < 2:
         raise InputError(f"--with {name}: the run has no measured variants; name the directory of a cross-validation")
     if name not in (ONE_HOT, FROZEN) and not task.settings.zero_shot:
-        raise InputError(f"--with {name}: the run has no zero-shot scores (task.zero_shot is false); choose another")
+        raise InputError(
+            f"--with {name}: the run has no zero-shot scores (task.zero_shot is false); choose one-hot or embedding"
+        )
     values = list(measured.values())
     scale = fit_scale(np.array(values), task.facts["scales"][0]["kind"])
     facts = {"targets": [target], "scales": [asdict(scale)]}
@@ -596,7 +602,8 @@ def compared(
     """Compare predictions of N variants with measured values. Return facts for a JSON file, and messages for the user.
 
     `measured_N` is NaN for a variant without a value. Variants that were used in training are compared by their
-    out-of-fold predictions, within folds. Other variants are compared by the means over all models, `predicted_N`.
+    out-of-fold predictions, in each fold separately. Other variants are compared by `predicted_N`, the means over all
+    models.
     """
     has_N = ~np.isnan(measured_N)
     facts: dict[str, Any] = {"target": target, "rows_with_values": int(has_N.sum())}

@@ -72,7 +72,7 @@ def score(
     - `wild-type-marginals`: the same sum from one pass in which nothing is masked.
     - `pseudo-perplexity`: the mean of log p over the residues of the variant, each masked in turn, which is the
       negative logarithm of the pseudo-perplexity. Each residue of each variant needs a pass. Only the 20 amino acids
-      count. (fair-esm's script reads the wrong site and skips the last site.)
+      count. (The values differ from those of fair-esm's script, which reads wrong sites and skips the last site.)
 
     With the first two methods the score of the wild type is 0. The score is NaN for a variant that cannot be scored;
     see `not_of_the_20`.
@@ -145,9 +145,9 @@ def score_table(
         out: the `.csv` file to write.
         method: the name of a method; see `score`.
         mutant: the column with the mutations; see `read_variants`.
-        target: the column of measured values; by default the only column with a usual name.
+        target: the column of measured values; by default the only column with a name in TARGET_COLUMNS.
         offset: the number that is added to the positions of the table; see `read_variants`.
-        ensemble: the names or paths of further models.
+        ensemble: the names or paths of models whose scores are averaged with those of `model`.
         window: the window in residues; see `score`. For several models the default is the smallest default window.
         tracks: for the name of each track of the wild type, a path or `inside`.
         device: the name of the device; see `chosen_device`.
@@ -194,7 +194,9 @@ def score_table(
 
 
 def _measured(table: Table, target: str | None) -> str | None:
-    """Return the column of measured values: `target`, or the only column with a usual name and numbers, or None."""
+    """Return the column of measured values: `target`, or the only column with a name in TARGET_COLUMNS. Return None if
+    there are none or several, or if the only one has words. Raises `InputError` if `target` has words.
+    """
     usual = {name.lower() for name in TARGET_COLUMNS}
     names = [target] if target else [name for name in table.columns if name.lower() in usual]
     if len(names) != 1:
@@ -250,7 +252,7 @@ def _open(
         most = language_model.config.most_tokens
         if window is not None and most is not None and window + 2 > most:
             raise UsageError(
-                f"--window {window}: {name} has learned positions for {most - 2}; pass at most this number"
+                f"--window {window}: {name} has learned positions for {most - 2} residues; pass this number or less"
             )
         opened.append(language_model)
     return opened, min(window_of(language_model.config) for language_model in opened) if window is None else window
@@ -308,7 +310,7 @@ def score_sequences(
         out: the `.csv` or `.parquet` file to write.
         method: `pseudo-perplexity` masks each residue in turn, with one forward pass for each residue. `one-pass`
             estimates the same numbers from one pass for each window (see `marginals.as_masked`).
-        ensemble: the names or paths of further models.
+        ensemble: the names or paths of models whose scores are averaged with those of `model`.
         window: how many residues of a longer record the models read at once; see `score_table`.
         tracks: for the name of each track, a path or `inside` (docs/tracks.md).
         join: how the chains of a record are joined (docs/chains.md); by default as the model joins chains.
@@ -328,8 +330,8 @@ def score_sequences(
         if (family := family_of(language_model.config)).corruption is None:
             known = ", ".join(other.title for other in FAMILIES.values() if other.corruption)
             raise UsageError(
-                f"--method {method}: works only for {known}, because of their training, and {name} is "
-                f"{family.title}; pass --method {MASKED}"
+                f"--method {method}: needs a model that was trained to predict visible residues too, as {known}; "
+                f"{name} is {family.title}; pass --method {MASKED}"
             )
     with tempfile.TemporaryDirectory(prefix="esmshard-score-") as scratch:
         # The input is read to its end before the first record is scored, so a bad record costs only seconds.

@@ -4,8 +4,8 @@ A recipe is one YAML file. `resolve` finds the file by its path or by the name o
 file, applies `key=value` overrides, makes paths absolute, and reports all problems at once, each with line and column.
 
 Paths in a recipe are relative to the recipe file. Only `out`, and paths in overrides, are relative to the working
-directory. `sample:NAME` means data of the package, and `s3://` or `gs://` an address in a bucket. `~` and environment
-variables in HARMLESS, written `${VAR}`, are expanded.
+directory. `sample:NAME` names sample data in the package, and a path that begins with `s3://` or `gs://` is in a
+bucket. `~` and environment variables in HARMLESS, written `${VAR}`, are expanded.
 """
 
 import os
@@ -26,14 +26,14 @@ from esmshard.recipe.yaml_keys import Tree, did_you_mean, read
 
 _DATA_PATHS = ("train", "valid", "test", "labels", "mask", "complexes", "clusters", "table", "wild_type")
 PATH_KEYS = (("model", "name"), *(("data", key) for key in _DATA_PATHS), ("out",))
-"""The recipe keys whose values are paths. `data.tracks` is missing, because its value is a mapping of several paths."""
+"""The recipe keys whose values are paths. `data.tracks` is not here, because it is a mapping of several paths."""
 
 TWO_WAYS = (("train", "steps", "epochs"), ("batch", "sequences", "global_tokens"))
-"""Pairs of keys, each after the name of their section. A recipe may set only one key of a pair."""
+"""The name of a section, and two of its keys. A recipe may set only one of the two keys."""
 
 HARMLESS = r"HOME|USER|SCRATCH|TMPDIR|WORK|SLURM_(?!JWT)\w+"  # SLURM_JWT is a password for Slurm's server
-"""A pattern for the environment variables that a recipe may read. None of them is a secret, because a stranger may have
-written the recipe."""
+"""A pattern for the environment variables that a recipe may read. None of them may hold a secret, because a
+stranger may have written the recipe."""
 
 SCHEMA_LINE = "# yaml-language-server: $schema="
 """The start of the first line of a recipe, which tells editors the path of the schema."""
@@ -45,7 +45,7 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> Path:
-    """Return the path of a recipe, from a path or the name of a shipped recipe."""
+    """Return the path of the recipe `name`: a path, or the name of a shipped recipe. Raises `UsageError` for others."""
     path = Path(name).expanduser()
     if path.is_file():
         return path
@@ -79,8 +79,9 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
 
 
 def _make_room(tree: Tree, path: Path) -> None:
-    """Remove keys of the recipe file that contradict an override: the other key of a pair in TWO_WAYS; and sample data
-    or placeholders in `data.valid` and `data.test`, if an override sets `data.train` to other data than a sample.
+    """Remove keys of the recipe file that contradict an override. If an override sets one of two keys in TWO_WAYS,
+    remove the other key. If an override sets `data.train` to the user's own data, remove sample data and placeholders
+    from `data.valid` and `data.test`.
     """
     for section, *keys in TWO_WAYS:
         node = tree.node.get(section)
@@ -101,7 +102,7 @@ def _is_sample(value: object) -> bool:
 
 
 def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """Yield the mapping that contains each path of a recipe, and the keys of the path, such as `("data", "train")`."""
+    """For each path in a recipe, yield the section with the path, and the keys of the path: `("data", "train")`."""
     data = recipe.get("data")
     tracks = data.get("tracks") if isinstance(data, dict) else None
     names = [name for name in tracks if isinstance(name, str)] if isinstance(tracks, dict) else []
@@ -114,7 +115,7 @@ def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
 
 
 def checked(tree: Tree) -> Recipe:
-    """Check the result of `opened`, and return the recipe. Raises the errors of `load`."""
+    """Check the result of `opened`, and return the recipe. Raises `UsageError`, as `load` does."""
     return tree.checked(Recipe, sections())
 
 
@@ -128,8 +129,8 @@ def dump(recipe: Recipe) -> str:
 
 
 def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return a copy of a recipe for other people, who get it in `directory`. In `data` and `out`, only the file name of
-    a path stays. The path of the model becomes relative to `directory`.
+    """Return a copy of a recipe for other people, who get it in `directory`. Paths in `data` and `out` lose their
+    directories. The path of the model becomes relative to `directory`.
     """
     shared = deepcopy(dict(recipe))
     for section, keys in _paths(shared):
@@ -152,7 +153,7 @@ def description(name: str) -> str:
 
 
 def copy_of(path: Path) -> str:
-    """Return the text of a recipe file. If its first line names a schema, insert the path of the installed schema."""
+    """Return the text of a recipe file. If its first line names a schema, put the installed schema there."""
     first, newline, rest = path.read_text(encoding="utf-8").partition("\n")
     if first.startswith(SCHEMA_LINE):
         first = f"{SCHEMA_LINE}{shipped('recipes') / 'schema.json'}"
@@ -176,7 +177,9 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
-    """Expand `${VAR}` and `~` in a path of a recipe, and make the path absolute. Names of samples and models stay."""
+    """Expand `${VAR}` and `~` in the path `node[keys[-1]]`, and make it absolute from `base`. Names of samples and
+    models do not change. Add problems to `tree`.
+    """
     text, key, problem = str(node[keys[-1]]), ".".join(keys), None
     for name in re.findall(r"\$\{(\w+)\}", text):
         if not re.fullmatch(HARMLESS, name):

@@ -25,7 +25,7 @@ from esmshard.vocab import LONGEST_LINKER, WIDEST_GAP, Chains
 
 
 class Settings(BaseModel):
-    """The base class of all recipe sections. Sections cannot change, refuse unknown keys, and convert no values."""
+    """The base class of all recipe sections. Values cannot be changed. Unknown keys and wrong types are errors."""
 
     model_config = ConfigDict(
         frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
@@ -67,17 +67,17 @@ OPTIONAL = (
     *("table", "wild_type", "mutant", "offset", "unusable", "replicates", "transform", "lower_is_better"),
     *("split", "train_max", "train_share"),
 )
-"""The data keys that only some tasks read. `TaskSettings.data_keys` says which of these keys a task reads."""
+"""The keys of the section `data` that only some tasks read. `TaskSettings.data_keys` has those of a task."""
 
 INSIDE = "inside"
-"""The value for a track, instead of a path, if the track is in the same file as the sequences."""
+"""The value of a key of `data.tracks`, instead of a path, if the track is in the same files as the sequences."""
 EVERY = "all"
 """The value of `data.complexes` that makes one record from all chains of a structure file."""
 
 
 class JoinSettings(Settings):
-    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). The default is
-    the same way as in the training of the model, or else a linker of 25 glycines without a gap.
+    """How the chains of a record `A:B` become one sequence for the model (docs/chains.md). By default, they
+    are joined as in the fine-tuning of the model. For a model without fine-tuning, the default is 25 glycines, no gap.
     """
 
     linker: Annotated[int, Field(ge=1, le=LONGEST_LINKER)] | Literal["break"] | None = None
@@ -98,7 +98,7 @@ class DataSettings(Settings):
 
     train: str | None = None
     """The training records: a path, or `sample:contact/train`. `train`, `valid` and `test` may name the same file. Then
-    `SET=` in its headers, or the column `set` of the table or labels, divides the file (docs/labels.md)."""
+    `SET=` in the FASTA headers, or the column `set` of the table or labels, divides the file (docs/labels.md)."""
     valid: str | None = None
     """The validation records, on which the model is tested during training. By default, the same file as `train`."""
     test: str | None = None
@@ -115,10 +115,11 @@ class DataSettings(Settings):
     unusable: Literal["drop", "error"] | None = None
     """What to do with unusable rows of `table`: rows without a substitution, with a stop codon, with a synonymous
     change, or with a residue that the wild type does not have. `drop`, the default, leaves these rows out and reports
-    them. At most a tenth of the rows may be unreadable, and at most a tenth may contradict the wild type."""
+    them. Even then, the run stops if over a tenth of the rows have no valid mutation, or if over a tenth do not fit the
+    wild type."""
     replicates: Literal["mean", "keep", "error"] | None = None
     """What to do with several rows of `table` for the same variant. `mean`, the default, averages the measured values.
-    `keep` uses all rows, and `error` refuses them."""
+    `keep` uses all rows, and `error` stops the run."""
     transform: Literal["none", "log", "rank"] | None = None
     """How to transform the measured values before training; `none` is the default. Use `log` for ratios and affinities,
     and `rank` for skewed distributions. Predictions are converted back to the unit of the table."""
@@ -143,25 +144,25 @@ class DataSettings(Settings):
     sequence_column: str | None = None
     """The column with the sequences, if `train` is a table. By default, a column with a usual name (docs/ingest.md)."""
     id_column: str | None = None
-    """The column with the record ids, in the table `labels` or else `train`. By default, a column with a usual name, as
-    `id`."""
+    """The column with the record ids in the table `labels`, or in the table `train` if `labels` is not set. By default,
+    a column with a usual name, such as `id`."""
     mask: str | None = None
     """For task `residue`: a FASTA file with 0 or 1 for each residue. Labels of residues with 0 are ignored."""
     complexes: str | None = None
     """Which chains of a structure file become one record (docs/structures.md). By default, each chain is a record. With
-    `all`, the protein chains of a file are one record, in the order of the file. Or give a text file with a record on
-    each line: `1abc_A:B` means chain A followed by chain B of the file `1abc.cif`."""
+    `all`, the protein chains of a file are one record, in the order of the file. Any other value is the path of a text
+    file with a record on each line: `1abc_A:B` means chain A followed by chain B of the file `1abc.cif`."""
     join: JoinSettings = JoinSettings()  # type: ignore[call-arg]  # see Recipe
     tracks: dict[str, str] | None = None
-    """Further inputs for each residue (tracks), which some models, such as ESM3, read in addition to the amino acid
-    (docs/tracks.md): the name and the path of each track, such as {3di: letters.fasta}. If the data are structures,
-    give `inside` for coordinates."""
+    """Tracks are inputs for each residue that some models, such as ESM3, read in addition to the amino acid
+    (docs/tracks.md). Write the name and the path of each track, such as {3di: letters.fasta}. If the data are
+    structures, write {coordinates: inside}."""
     folds: int | None = Field(None, ge=3, le=10**4)
     """For cross-validation: the number of parts into which `train`, or `table`, is divided. One part is the test set.
     For a table, or if `valid` names the same file as `train`, the next part is the validation set. The option `--folds`
     sets this key and `fold` for each run. To train a single run, set both keys yourself."""
     fold: int = Field(0, ge=0)
-    """The number of the part that is the test set, from 0 to `folds` - 1."""
+    """Which part is the test set, from 0 to `folds` - 1."""
     clusters: str | None = None
     """The `_cluster.tsv` file of MMseqs2 for the training records. All records of a cluster are then in the same part
     of `folds`. By default, only equal sequences are kept in the same part."""
@@ -170,7 +171,7 @@ class DataSettings(Settings):
     protein in each epoch. `window` divides the record into as few windows as possible, and uses each as an example.
     `full` uses the complete record. `skip` leaves such records out and reports their number. `error` stops the run.
     Validation, test and prediction always use complete chains. Tasks `sequence`, `pair` and `variant` have the default
-    `full`, and refuse `crop`, which may cut off the cause of the label."""
+    `full`. For them `crop` is an error, because it may cut off the cause of the label."""
     max_length: int = Field(1022, ge=8, le=10**6)
     """The maximum number of residues in a training record. The key `long` says what to do with longer records."""
 
@@ -183,7 +184,7 @@ class DataSettings(Settings):
         if fold and folds is None:
             raise ValueError("needs data.folds, which the recipe does not have; add data.folds, or remove data.fold")
         if folds is not None and fold >= folds:
-            raise ValueError(f"is {fold}, but {folds} folds have the numbers 0 to {folds - 1}; choose one of these")
+            raise ValueError(f"is {fold}, but data.folds is {folds}; set data.fold from 0 to {folds - 1}")
         return fold
 
 
@@ -200,7 +201,7 @@ class TaskSettings(Settings):
     instead_of_crop: ClassVar[str] = "full or skip"
     """The values of `data.long` that the error about `crop` recommends."""
     reads_table: ClassVar[bool] = False
-    """Whether the data are one table of measured variants (`data.table`). For subclasses of `VariantSettings`."""
+    """Whether the data are one table of measured variants (`data.table`). Only for subclasses of `VariantSettings`."""
     trains_lm_head: ClassVar[bool] = False
     """Whether the task trains the LM head (the output layer of the language model) and has no head of another kind."""
     pairs: ClassVar[bool] = False
@@ -210,7 +211,7 @@ class TaskSettings(Settings):
 
     @property
     def wild_type_alone(self) -> bool:
-        """Whether one forward pass of the wild type serves all variants of a table."""
+        """Whether the model reads only the wild type, once for all variants of a table."""
         return False
 
     @property
@@ -286,7 +287,7 @@ AnyTask = Annotated[TaskSettings, _AnyRegistered()]
 
 
 MOST_STEPS, MOST_TOKENS, MOST_PROCESSES, MOST_SECONDS = 10**8, 10**9, 10**6, 10**8
-"""Limits far above the numbers of a real run, so that numbers with too many digits are errors."""
+"""Limits far above the numbers of a real run. A number with a few digits too many is then an error."""
 
 
 class ModelSettings(Settings):
@@ -304,7 +305,7 @@ class ModelSettings(Settings):
 
 
 LoraTarget = Literal["q", "k", "v", "out", "fc1", "fc2"]
-"""The linear layers in a layer of a model: query, key, value, output of attention, and both feed-forward layers."""
+"""The linear layers in a transformer layer: query, key, value and output of attention, and both feed-forward layers."""
 Targets = Annotated[
     tuple[LoraTarget, ...],
     BeforeValidator(as_list, json_schema_input_type=LoraTarget | list[LoraTarget]),
@@ -347,15 +348,18 @@ class AdaptSettings(Settings):
     def _parts(cls, freeze: tuple[str, ...], info: ValidationInfo) -> tuple[str, ...]:
         method = info.data.get("method")
         if freeze and method not in ("full", None):
-            raise ValueError(f"is for adapt.method full, but the recipe has {method}; remove it, or change the method")
+            raise ValueError(
+                f"is for adapt.method full, but the recipe has {method}; remove it, or set adapt.method: full"
+            )
         for part in freeze:
             layers = re.fullmatch(r"layers\.([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
             if layers is None and part not in ("embedding", "norms", "biases", "tracks"):
                 raise ValueError(
-                    f"'{part}' is no part of the model; name embedding, norms, biases, tracks, or layers as layers.0-10"
+                    f"'{part}' is no part of the model; name embedding, norms, biases, tracks, or layers, such as "
+                    "layers.0-10"
                 )
             if layers is not None and layers[2] is not None and int(layers[2]) < int(layers[1]):
-                raise ValueError(f"'{part}' ends before it begins; write the first layer first, from 0")
+                raise ValueError(f"'{part}' ends before it begins; write layers.{layers[2]}-{layers[1]}")
         return freeze
 
     @property
@@ -375,7 +379,9 @@ class AdaptSettings(Settings):
         if method == "lora":
             return _LORA[str(info.field_name)] if value is None else value
         if value is not None and method is not None:
-            raise ValueError(f"is for adapt.method lora, but the recipe has {method}; remove it, or change the method")
+            raise ValueError(
+                f"is for adapt.method lora, but the recipe has {method}; remove it, or set adapt.method: lora"
+            )
         return value
 
 
@@ -386,8 +392,8 @@ class BatchSettings(Settings):
     """The maximum number of tokens in one optimizer step, over all processes together. Nearly every step has about this
     number of tokens. The records of a step do not depend on the number of processes."""
     sequences: int | None = Field(None, ge=1, le=MOST_TOKENS)
-    """The number of records in one optimizer step. Set this key or `global_tokens`. `global_tokens` then is this number
-    times the number of tokens in the longest training record."""
+    """The number of records in one optimizer step. Set this key or `global_tokens`, not both. With this key,
+    `global_tokens` becomes this number times the number of tokens in the longest training record."""
     tokens_per_rank: Annotated[int, Field(ge=3, le=MOST_TOKENS)] | Literal["auto"] = "auto"
     """The maximum number of tokens that one process computes at once. A process divides a larger share of a step into
     micro-batches, and adds their gradients. `auto` chooses a number of tokens that fits into the free memory."""
@@ -447,8 +453,8 @@ class TrainSettings(Settings):
     eval_every: Annotated[int, Field(ge=1, le=MOST_STEPS)] | Literal["epoch"] = 50
     """The number of optimizer steps between two validations, or `epoch` for a validation after each epoch."""
     early_stop: int | None = Field(None, ge=1, le=MOST_STEPS)
-    """The run stops if this number of validations in a row do not improve the headline metric. The result is the best
-    model. By default, the run never stops early."""
+    """The run stops if this number of validations in a row do not improve the headline metric. The result is the model
+    of the best validation. By default, the run never stops early."""
 
 
 class ParallelSettings(Settings):
@@ -457,15 +463,15 @@ class ParallelSettings(Settings):
     strategy: Literal["full_shard", "shard_grad_op", "hybrid_shard", "no_shard"] = "full_shard"
     """How to divide weights over processes. `full_shard` gathers the weights of a layer before each use, and frees them
     after it (ZeRO 3). `shard_grad_op` keeps gathered weights from the forward to the backward pass (ZeRO 2): less
-    traffic, more memory. `hybrid_shard` divides one copy over each group of processes. `no_shard` keeps a copy in every
-    process (DDP)."""
+    traffic, more memory. `hybrid_shard` keeps a copy in each group of processes, divided over the group. `no_shard`
+    keeps a copy in every process (DDP)."""
     group_size: int | None = Field(None, ge=2, le=MOST_PROCESSES)
-    """For strategy `hybrid_shard`: the number of processes that divide one copy of the weights; by default all of a
-    machine."""
+    """For strategy `hybrid_shard`: the number of processes that divide one copy of the weights. The default is all
+    processes of a machine."""
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
     """The number N of neighbouring processes on a machine that compute each layer together (tensor parallelism). Each
     process computes 1/N of the attention heads and feed-forward columns, for the same records, and stores 1/N of the
-    layers' weights and activations. The key `strategy` says how to divide each part over further processes."""
+    layers' weights and activations. The key `strategy` says how to divide each part over the other processes."""
     context: int = Field(1, ge=1, le=MOST_PROCESSES)
     """The number of neighbouring processes on a machine that divide the tokens of each micro-batch (context
     parallelism), for proteins that are too long for one GPU. This key does not divide the weights."""
@@ -487,10 +493,10 @@ class ParallelSettings(Settings):
     """Compile the layers of the model, once for records of all lengths. This takes a minute at the start, and does not
     make training on a CPU faster (docs/devices.md)."""
     start_timeout: int = Field(1800, ge=1, le=MOST_SECONDS)
-    """How many seconds a process waits for other processes before the end of the first step, when weights are read."""
+    """How many seconds a process waits for other processes while weights are read, and until the first step ends."""
     step_timeout: int = Field(600, ge=1, le=MOST_SECONDS)
-    """How many seconds a process waits for other processes in later steps. Then the run stops with an error that names
-    the process."""
+    """How many seconds a process waits for another process in each step after the first. If this is not enough, the run
+    stops with an error that names the other process."""
 
 
 class CheckpointSettings(Settings):
@@ -501,7 +507,7 @@ class CheckpointSettings(Settings):
     keep: int = Field(3, ge=1, le=MOST_STEPS)
     """How many of the newest checkpoints to keep. Older checkpoints are deleted."""
     keep_best: bool = False
-    """Save a checkpoint after each validation that is the best so far. The result of the run is the best model."""
+    """Save a checkpoint after each validation that is the best so far. The result of the run is the best checkpoint."""
     async_save: Literal["auto"] | bool = "auto"
     """Write checkpoints in the background while training continues. This needs 12 bytes of CPU memory for each trained
     parameter, over all processes together. `auto` means true with GPUs, and false without."""
@@ -568,10 +574,10 @@ class Recipe(Settings):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the result of the run is the model with the best validation, and not the last model."""
+        """Whether the result of the run is the model of the best validation, and not the model after the last step."""
         return self.checkpoint.keep_best or self.train.early_stop is not None
 
     @property
     def divides_table(self) -> bool:
-        """Whether the command divides a table of variants, because the key `data.folds` is not set."""
+        """Whether the data are a table of variants that the command itself divides, because `data.folds` is not set."""
         return self.task.reads_table and self.data.folds is None

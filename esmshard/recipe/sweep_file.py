@@ -27,9 +27,8 @@ REFUSED = (
     *("out", "data", "task.name", "train.seed", "train.eval_every", "track", "checkpoint", "parallel"),
     "batch.tokens_per_rank",
 )
-"""The keys and sections of a recipe that cannot be searched. Otherwise trials could not be compared, or would share a
-directory. The seed is not searched, because the best seed is only luck.
-"""
+"""The keys and sections of a recipe that a sweep cannot search. Trials with different values of these could not be
+compared, or would share a directory. For `train.seed`, the best value is only luck."""
 
 MOST_CELLS = 10_000
 """The maximum number of trials in a grid."""
@@ -76,7 +75,7 @@ class SearchSpace(Settings):
 
     @property
     def cells(self) -> tuple[Any, ...] | None:
-        """All values that a grid tries, in their order; None if there are infinitely many values, without `step`."""
+        """All values that a grid tries, in order. None for a logarithmic range, or for fractions without `step`."""
         if self.choices is not None:
             return self.choices
         step = self.step or (1 if self.is_whole and not self.log else None)
@@ -97,21 +96,21 @@ class SweepSettings(Settings):
     seed: int = Field(0, ge=0, lt=2**32)
     """The random seed for the choice of values. The seed for training is in the recipe."""
     pruner: Literal["median", "none"] = "median"
-    """Which trials to stop early. `median` stops a trial whose best validation is worse than the median of the other
-    trials at the same step. `none` stops no trial."""
+    """Which trials to stop early. `median` stops a trial whose best validation is worse than the median result of the
+    other trials at the same step. `none` stops no trial."""
     prune_after_trials: int = Field(5, ge=1, le=10**6)
     """How many trials must finish before the pruner may stop a trial."""
     prune_after_steps: int = Field(0, ge=0, le=10**8)
-    """The number of first optimizer steps in which the pruner does not stop a trial."""
+    """Before this optimizer step, the pruner stops no trial."""
     metric: Literal["headline", "loss"] = "headline"
-    """The validation result that compares trials: `headline` (the first metric of the task) or `loss`."""
+    """The validation result by which trials are compared: `headline` (the first metric of the task) or `loss`."""
     storage: str | None = None
     """A database for workers on several machines, such as `postgresql://HOST/NAME`. The default is a file in the
     directory of the sweep, for workers on one machine."""
 
     @property
     def cells(self) -> int:
-        """The number of combinations in a grid; 0 if a range has infinitely many values."""
+        """The number of combinations in a grid; 0 if `SearchSpace.cells` is None for a key."""
         return math.prod(len(space.cells or ()) for space in self.space.values())
 
 
@@ -142,7 +141,7 @@ def load(path: Path, recipe: Path, overrides: Sequence[str]) -> SweepSettings:
     if sweep.sampler == "grid" and not 0 < sweep.cells <= MOST_CELLS:
         raise UsageError(
             f"{tree.where(('sampler',))}: sampler: a grid needs choices, or ranges with a step, and at most "
-            f"{MOST_CELLS:,} combinations; use tpe"
+            f"{MOST_CELLS:,} combinations; change the space, or choose tpe"
         )
     return sweep
 

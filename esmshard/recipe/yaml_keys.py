@@ -32,12 +32,14 @@ class Tree:
     problems: list[str] = field(default_factory=list)
 
     def override_of(self, keys: tuple[str, ...]) -> str | None:
-        """Return the override that set this key, or the section that contains the key; None if there is no override."""
+        """Return the override that set the key, or a section that contains the key; None if no override did."""
         sections = (keys[:depth] for depth in range(len(keys), 0, -1))
         return next((self.overrides[section] for section in sections if section in self.overrides), None)
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
-        """Return the override that set a key, or else the position of the key, such as `my.yaml:4:3` (line, column)."""
+        """Return the override that set a key. Without an override, return the position (line, column) of the key, or of
+        its value with `on_value`, such as `my.yaml:4:3`.
+        """
         if (typed := self.override_of(keys)) is not None:
             return typed
         line, column = 0, 0
@@ -175,7 +177,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return a text with the known word that is most similar to an unknown word; empty if no word is similar."""
+    """Return a text with the word in `known` that is most similar to `word`; empty if no word is similar."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 

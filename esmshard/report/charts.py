@@ -30,7 +30,7 @@ STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "
 POINTS = 400
 """The maximum number of points of a curve. A chart is too narrow for more points."""
 RASTER = 1500
-"""The maximum number of dots that are drawn as SVG, which needs 100 bytes for each dot. More dots become pixels."""
+"""The maximum number of dots that are drawn as SVG, with 100 bytes for each dot. More dots are drawn as one image."""
 BLOCK = 100
 """The maximum number of positions in one block of a substitution map."""
 LONGEST_MAP = 512
@@ -69,7 +69,7 @@ def curves(
     from_zero: bool = False,
     x_name: str = "optimizer step",
 ) -> None:
-    """Draw one or two lines of values over optimizer steps. For more than `POINTS` values, draw means of neighbouring
+    """Draw one or two lines of values over steps or trials. For more than `POINTS` values, draw means of neighbouring
     values, and a band from their minimum to their maximum, so that a spike stays visible.
 
     `lines` has the steps and values of each line by label. `star` is the step and value of a point that gets a star.
@@ -106,7 +106,7 @@ def dots(axes: Any, x_N: Values, y_N: Values, x_name: str, y_name: str, *, same_
 
 
 def intervals(axes: Any, rows: Mapping[str, Interval], main: str, name: str) -> None:
-    """Draw a row with the value and the 95% interval of each method. Methods without a finite value get no row."""
+    """Draw a row with the finite value and 95% interval of each method, blue for `main`. `name` labels the x axis."""
     names = [method for method, of_method in rows.items() if np.isfinite(of_method.value)]
     for place, method in enumerate(reversed(names)):
         of_method, colour = rows[method], BLUE if method == main else GREY
@@ -118,7 +118,7 @@ def intervals(axes: Any, rows: Mapping[str, Interval], main: str, name: str) -> 
 
 
 def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequence[str] = ()) -> None:
-    """Draw observed and predicted values of L residues as lines, or class numbers as steps. NaN leaves a gap."""
+    """Draw observed and predicted values of L residues as lines, or indices of `classes` as steps. NaN is a gap."""
     position_L = np.arange(1, len(observed_L) + 1)
     how = "steps-mid" if classes else "default"
     axes.plot(position_L, observed_L, color=GREY, linewidth=2.2, label="observed", drawstyle=how)
@@ -131,14 +131,14 @@ def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequenc
 
 
 def reliability(axes: Any, count: Values, confidence: Values, accuracy: Values) -> None:
-    """Draw the share of predictions that came true over the predicted probability. Large dots mean many predictions."""
+    """Draw `accuracy` (the share of predictions that came true) over `confidence`. A dot is larger if `count` is."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     axes.scatter(confidence, accuracy, s=14 + 70 * count / count.max(initial=1), color=BLUE, alpha=0.8, linewidths=0)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="share that came true")
 
 
 def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
-    """Draw a confusion matrix. Rows are true classes, columns predicted classes, and colours the shares of a row."""
+    """Draw a confusion matrix. Rows are true classes, columns predicted classes. Colours show shares of a row's sum."""
     total_C = counts_CC.sum(axis=1, keepdims=True)
     share_CC = np.divide(counts_CC, total_C, out=np.zeros_like(counts_CC), where=total_C > 0)
     axes.grid(visible=False)
@@ -156,7 +156,7 @@ def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
 
 
 def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mapping[int, Interval]]) -> None:
-    """Draw Spearman over the number of training variants: a line with 95% intervals for each method."""
+    """Draw Spearman's correlation for each number of training variants: a line with 95% intervals for each method."""
     apart = 0.012 * (max(sizes) - min(sizes))  # moves methods sideways, so that their intervals do not overlap
     for n, (method, points) in enumerate(methods.items()):
         defined = {size: point for size, point in sorted(points.items()) if np.isfinite(point.value)}
@@ -182,8 +182,8 @@ def heat_map(
     Args:
         value_AP: the value of each letter at each position; NaN for a missing value.
         first: the number of the first position.
-        wild_P: the index of the wild type's letter at each position, which gets a dot; -1 if unknown.
-        letters: the A letters.
+        wild_P: the row of the wild type's letter at each position, which gets a dot; -1 if unknown.
+        letters: the A letters of the rows.
         limits: the values at the ends of the colour scale.
         label: the label of the colour scale.
     """

@@ -1,7 +1,7 @@
 """Write the page of `esmshard report RUN`: one HTML file about a run, which needs no network, script or server.
 
 The function `run_page`, `variants_page` or `sweep_page` makes a dictionary from the files of a run. A template in the
-folder `templates`, which has the texts, makes a page from this dictionary.
+folder `templates` contains the sentences of the page, and makes the page from this dictionary.
 """
 
 import csv
@@ -37,7 +37,7 @@ RANKED = "ranked.csv"
 MOST_TARGETS = 6
 """The maximum number of targets that get a chart."""
 LETTERS = "GAVLIMCFYWPSTNQHKRDE"
-"""The rows of a substitution map, in groups of amino acids: aliphatic, aromatic, P, polar, positive, negative."""
+"""The rows of a substitution map, in groups of amino acids: aliphatic, aromatic, proline, polar, positive, negative."""
 MOST_POSITIONS = 1000
 """The maximum number of positions in a substitution map."""
 BEST = 20
@@ -64,8 +64,8 @@ def report(run: Path, out: Path | None = None) -> Path:
     known = {f"{run.absolute().parent}/", f"{run.resolve().parent}/"}
 
     def shared(value: Any) -> Any:
-        """Shorten each path in a text to its last part, because users share pages. Remove known directories first,
-        because their names may contain blanks.
+        """Shorten each path in a text to its last part, because users share pages. Remove the directories `known`
+        first, because their names may contain spaces.
         """
         if type(value) is not str:
             return value
@@ -180,7 +180,7 @@ def _curves(
     headline: str,
     best: tuple[float, int] | None,
 ) -> dict[str, str]:
-    """Return charts of losses, metrics, speed and memory over the steps, by the name of the value."""
+    """Return charts over the steps, such as losses. The metric `headline` has a star at `best` (value and step)."""
     step_S, step_V = _column(steps, "step"), _column(valid, "step")
     lines = {"loss": {"training": (step_S, _column(steps, "loss")), "validation": (step_V, _column(valid, "loss"))}}
     if headline:
@@ -202,7 +202,7 @@ def _curves(
 
 
 def _results(run: Path, tested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the charts of a tested model's predictions. Missing values of a task give no chart."""
+    """Return the charts of a tested model's predictions. A chart is left out if its values do not exist."""
     proteins: dict[str, Values] = {}
     if (run / "per_protein.csv").is_file():
         head, *body = _rows(run / "per_protein.csv")
@@ -311,7 +311,7 @@ def variants_page(run: Path) -> dict[str, Any]:
 
 
 def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
-    """Read the variants that have a prediction from `variants.csv`. Return the names of the targets (empty for a single
+    """Read from `variants.csv` the variants that have a prediction. Return the names of the targets (empty for a single
     target), and the mutations, measured values, predicted values and fold of each variant.
     """
     rows = rows_of_run(run)
@@ -463,12 +463,12 @@ def _numbers(lists: Mapping[str, Sequence[Any]], *keys: str) -> tuple[Values, ..
 
 
 def _recipe_text(text: str) -> str:
-    """Shorten each absolute path in a recipe to its last part. A path may contain blanks."""
+    """Shorten each absolute path in a recipe to its last part. A path may contain spaces."""
     return re.sub(r"""(?m)^(\s*(?:[\w.-]+:|-) ['"]?)/.*/""", r"\1", text)
 
 
 def _command(run: Path, recipe: str, processes: int, *options: str) -> str:
-    """Return the command that repeats a run, with paths relative to the parent of the run's directory."""
+    """Return the command that repeats a run, to be called in the parent of the run's directory."""
     name = run.resolve().name
     nproc = ["--nproc", str(processes)] if processes > 1 else []
     return shlex.join(["esmshard", "finetune", f"{name}/{recipe}", *nproc, *options, f"out={name}-again"])
@@ -493,7 +493,7 @@ def _mean(spread: Mapping[str, Any]) -> Interval:
 
 
 def number_text(value: float, sign: str = "") -> str:
-    """Format a number with three decimals; below 0.001 and from 100 on with four significant digits.
+    """Format a number with three decimals; with four significant digits if it is below 0.001, or 100 or more.
 
     >>> number_text(0.0941), number_text(0.0941, "+"), number_text(1234.56), number_text(2e-7), number_text(math.nan)
     ('0.094', '+0.094', '1235', '2e-07', 'undefined')
@@ -516,7 +516,7 @@ def range_text(interval: Interval) -> str:
 
 
 def cell(interval: Interval | None, sign: str = "") -> str:
-    r"""Format a value, and its interval on a second line. With `sign`, a star marks an interval without 0.
+    r"""Format a value, and its interval on a second line. With `sign`, a star marks an interval that excludes 0.
 
     >>> cell(Interval(0.056, 0.046, 0.067)), cell(Interval(0.056, 0.046, 0.067), "+"), cell(None)
     ('0.056\n[0.046, 0.067]', '+0.056*\n[0.046, 0.067]', '-')

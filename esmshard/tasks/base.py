@@ -35,7 +35,7 @@ Outputs = dict[str, Sequence[npt.NDArray[np.float32] | Row]]
 
 @dataclass(frozen=True)
 class LossSum:
-    """A loss as a sum and a count. A step adds both up over all ranks and micro-batches, and then divides."""
+    """A loss as a sum and a count. A step adds up both over all ranks and micro-batches, and divides sum by count."""
 
     sum: torch.Tensor  # the sum of the loss terms, a scalar with a gradient
     count: torch.Tensor  # the number of terms, or their total weight, a scalar; may be 0
@@ -98,12 +98,12 @@ class Task(ABC):
         - `attention(batch)` returns an object, which becomes the head's third argument. Each layer calls the object's
           method `add(layer, sequence, q_THK, k_THK)` (see `esmshard.model.attention`).
         - `reads_logits = True`: the third argument is the logits at `TokenBatch.logits_at_P`, float [P, V].
-        - `start(weights)` copies weights of the language model into a new head. It returns a sentence, or None.
+        - `start(weights)` copies weights of the language model into a new head. It returns None or a sentence about it.
         """
 
     @abstractmethod
     def inputs(self, example: Example) -> Inputs:
-        """Return the model's input and the target for an example. The field `example.draw` is a random seed."""
+        """Return the model's input and the target for an example. Use `example.draw` as the random seed."""
 
     def question(self, example: Example) -> Inputs:
         """Return the model's input for a record without labels: its tokens and tracks."""
@@ -117,8 +117,8 @@ class Task(ABC):
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
         """Return a record's row: the values from which metrics are computed. A row must not depend on other records.
 
-        The report plots `profile`: observed and predicted values along the sequence, [2, L]. For keys that begin with
-        `ranked `, see `metrics.ranked`.
+        Some keys of a row have a special meaning. The report plots `profile`, the observed and the predicted values
+        along the sequence, [2, L]. For keys that begin with `ranked `, see `metrics.ranked`.
         """
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
@@ -136,20 +136,23 @@ class Task(ABC):
         return output
 
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
-        """Return the units that the bootstrap resamples: each record's unit number, int64 [N], or None for single
-        records. Also return a noun for a unit, such as `record`.
+        """Return the units that the bootstrap resamples: the index of each record's unit, int64 [N], or None if each
+        record is a unit. Also return a noun for a unit, such as `record`.
         """
         return data.blocks(), "record"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return each record's group name ('' if it has none), or an empty list. Evaluations also score each group."""
+        """Return the name of each record's group ('' for no group), or [] if there are no groups. `known` is as in
+        `baseline_outputs`. An evaluation also computes the metrics of each group.
+        """
         return []
 
     def look_ahead(self, train: Sequence[Example], mine: Sequence[int], base: FineTuner) -> None:
-        """Compute outputs of the base model that the method `baselines` needs, and store them in `base.remembered`.
+        """Compute the outputs of `base`, the model before training, that the method `baselines` needs. Store them in
+        `base.remembered`.
 
         Each rank computes its examples `mine`, which are indices of `train`. Then the first rank calls `baselines` with
-        the outputs of all ranks. `base` is the model before training.
+        the outputs of all ranks.
         """
         return
 
@@ -173,8 +176,8 @@ class Task(ABC):
 
 
 def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.uint8]) -> npt.NDArray[Any]:
-    """Remove the linkers between chains from the predictions or targets of one record. Values for the whole record stay
-    unchanged. `residues` are the record's tokens without `<cls>` and `<eos>`, uint8 [L].
+    """Remove the linkers between chains from the predictions or targets of one record. If `values` belong to the record
+    and not to its residues, they stay unchanged. `residues` are the tokens without `<cls>` and `<eos>`, uint8 [L].
     """
     is_residue_L = is_residue(residues)
     if is_residue_L.all() or (task.names and not task.per_residue):
@@ -183,7 +186,7 @@ def of_residues(task: Task, values: npt.NDArray[Any], residues: npt.NDArray[np.u
 
 
 def collate(task: Task, examples: Sequence[Example]) -> tuple[TokenBatch, list[torch.Tensor]]:
-    """Return a batch of the examples, and their targets. In training, the batch has dropout seeds (`draw_N`)."""
+    """Return a batch of the examples, and their targets. In training, the batch has a dropout seed per record."""
     inputs = [task.inputs(example) for example in examples]
     if any(record.tracks.keys() != example.tracks.keys() for record, example in zip(inputs, examples, strict=True)):
         raise UsageError(
@@ -220,7 +223,7 @@ def _draw(example: Example) -> int:
 def on_device_of(tensor: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
     """Move targets or weights from the host to the device of a head's output.
 
-    On CUDA the copy does not wait for the forward pass: CUDA has read the numbers when the call returns. Other devices
-    do not guarantee this, so the copy waits.
+    On CUDA the copy does not wait for the forward pass. This is safe, since CUDA has read the numbers from the host's
+    memory when the call returns. Other devices do not guarantee this, so there the copy waits.
     """
     return tensor.to(output.device, non_blocking=output.device.type == "cuda")

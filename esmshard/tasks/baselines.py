@@ -1,7 +1,8 @@
 """Fits linear models to fixed features with scikit-learn, for baselines and probes.
 
 A model is one array [O, F + 1]: the weights of F features for each of O outputs, then the bias. The penalty is chosen
-on a part of the examples. It also suits all examples, since it is the strength of a prior.
+on a part of the examples, and used for all. It is the strength of a prior on the weights, which does not depend on the
+number of examples.
 """
 
 import warnings
@@ -50,7 +51,7 @@ def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Ar
     Args:
         x_NF: features.
         y_NT: targets; NaN for a missing target. The model predicts 0 for a target without values.
-        light_F: factors for the standardised features; the penalty on a feature is divided by its factor's square.
+        light_F: a factor for each standardised feature. A factor k divides the penalty on the feature by k^2.
     """
     scaled_NF, fold = _standardise(x_NF, light_F)
     weight_TF, bias_T = np.zeros((y_NT.shape[1], x_NF.shape[1])), np.zeros(y_NT.shape[1])
@@ -70,7 +71,7 @@ def fit_numbers(x_NF: Floats, y_NT: Floats, light_F: Floats | None = None) -> Ar
 def fit_classes(
     x_NF: Floats, y_N: npt.NDArray[np.integer], n_classes: int, weight_C: Floats | None = None, seed: int = 0
 ) -> Array:
-    """Fit multinomial logistic regression. With two classes, the logit of the first class is 0.
+    """Fit multinomial logistic regression. If only two classes have examples, the logit of the first one is 0.
 
     Args:
         x_NF: features.
@@ -134,7 +135,9 @@ def _logistic(c: float, x_NF: Array, y_N: npt.NDArray[np.integer], weight_N: Flo
 
 
 def _choose(x_NF: Array, y_N: npt.NDArray[np.integer], seed: int) -> float:
-    """Return the inverse penalty in CS with the lowest cross-validated log loss on classes with enough examples."""
+    """Return the inverse penalty in CS with the lowest cross-validated log loss. Classes with fewer than FOLDS examples
+    are left out. If fewer than two classes remain, return the first value of CS.
+    """
     sampled = np.random.default_rng(seed).permutation(len(y_N))[:LOGISTIC_ROWS]
     classes, counts = np.unique(y_N[sampled], return_counts=True)
     sampled = sampled[np.isin(y_N[sampled], classes[counts >= FOLDS])]

@@ -3,7 +3,7 @@
 The metrics are precisions of the highest-scored pairs, as in the ESM papers. P@L/k of a protein with L resolved
 residues is the share of contacts among the floor(L/k) valid pairs with the highest scores. The reported number is the
 mean over proteins. For complete proteins of at least 60 residues it equals `compute_precisions` of fair-esm's contact
-notebook (`tests/tasks/test_contact_precision.py`). Differences:
+notebook (`tests/tasks/test_contact_precision.py`), except that here:
 
 - pairs without a label are never ranked, so the value cannot become negative;
 - a protein with fewer valid pairs than floor(L/k) has no value (NaN) and is left out of the mean;
@@ -18,7 +18,7 @@ doi:10.1038/s41467-022-34600-2).
 
 The main baseline follows Rao et al. 2021 (doi:10.1101/2020.12.15.422761): an L1 logistic regression with C = 0.15. Its
 features are the symmetrised and corrected attention maps of all layers. It is fitted to 20 training proteins, on pairs
-at least six apart.
+at least six residues apart.
 """
 
 from collections.abc import Mapping, Sequence
@@ -70,13 +70,13 @@ CUTS = {"P@L": 1, "P@L/2": 2, "P@L/5": 5}
 INTERCHAIN = "interchain"  # all residue pairs in two different chains of a record
 INTERCHAIN_CUTS = {**CUTS, "P@L/10": 10}
 OF_CHAINS = tuple(f"{INTERCHAIN} {name}" for name in ("P@L/5", "P@L/10", "AUPRC"))
-"""Further metrics in the final table for records of several chains."""
+"""The metrics of the final table that only records of several chains have."""
 
 PROTEINS = 20
 C = 0.15  # inverse strength of the L1 penalty, as in Rao et al. 2021
 PREFERRED = 256  # proteins with more residues are used only if there are too few shorter proteins
 MOST_NUMBERS = 40_000_000
-"""The maximum number of feature values for the fit. liblinear needs 36 bytes per value, so 1.4 GB in all."""
+"""The maximum number of feature values in `fit_regression`. liblinear needs 36 bytes per value, so 1.4 GB in all."""
 
 
 class ContactSettings(TaskSettings):
@@ -89,8 +89,9 @@ class ContactSettings(TaskSettings):
 
     head: Literal["attention", "pairwise", "both"] = "pairwise"
     """`attention` is a regression over the attention maps of all layers, as in ESM (Rao et al. 2021). It starts from
-    the contact regression of the model, if the model has one. `pairwise` is a small dilated 2-D network over products
-    of representations. `both` adds the outputs of the regression and of a network that also reads attention maps."""
+    the contact regression of the model, if the model has one. `pairwise` is a small network of dilated 2-D
+    convolutions over products of the representations of two residues. `both` adds the outputs of `attention` and of a
+    network like `pairwise` that also reads attention maps."""
     channels: int = Field(32, ge=4, le=512)
     """The number of channels of the pair representation, for the heads `pairwise` and `both`."""
     blocks: int = Field(4, ge=0, le=64)
@@ -104,8 +105,9 @@ class ContactSettings(TaskSettings):
     def head_bytes(self, tokens: int, n_logits: int) -> int:
         """Return the size of all pair maps in bytes: four maps, and six per block, have `channels` numbers per pair.
 
-        For large maps, each block keeps one map, and one block at a time computes six maps again. Attention maps and
-        logits have one number per pair. Queries and keys count as memory of the model.
+        With more than KEPT_PAIRS pairs, each block keeps one map, and the backward pass computes the six maps of one
+        block at a time again. Attention maps and logits have one number per pair. Queries and keys are not counted
+        here, but with the model.
         """
         attended = {"attention": 4, "pairwise": 0, "both": 4 * (MAPS + 1)}[self.head]
         blocks, maps = self.blocks, 0
@@ -190,9 +192,9 @@ class ContactTask(Task):
     def baselines(self, train: Sequence[Example], base: FineTuner) -> dict[str, npt.NDArray[Any]]:
         """Return the fitted arrays of two baselines.
 
-        `separation prior` [S] has the log odds of a contact at each separation, smoothed by one contact in a hundred
-        pairs. Index 0 is for residues in two chains. `unsupervised head` [C + 1] has weights and bias from
-        `fit_regression`. It is left out if no training pair is a contact.
+        `separation prior` [S] has the log odds of a contact at each separation, as if one of 100 additional pairs were
+        a contact. Index 0 is for residues in two chains. `unsupervised head` [C + 1] has weights and bias from
+        `fit_regression`. It is left out if no training pair within a chain is a contact.
         """
         targets = [self.inputs(example).target for example in train]
         longest = max(len(labels_LL) for labels_LL in targets)
@@ -299,7 +301,7 @@ def shortest_chain(labels_LL: npt.NDArray[np.int8]) -> int | None:
 
 
 def calibration(logits_LL: npt.NDArray[np.float32], labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.float64]:
-    """Count valid pairs in bins of predicted probability (see `metrics.calibration`); none if a logit is NaN."""
+    """Count valid pairs in bins of predicted probability (see `metrics.calibration`); all 0 if a logit is NaN."""
     i, j = np.concatenate([valid_pairs(labels_LL, name) for name in ("all", INTERCHAIN)], axis=1)
     if np.isnan(logits_LL[i, j]).any():
         i, j = i[:0], j[:0]
@@ -312,8 +314,8 @@ def fit_regression(
     """Fit a logistic regression over attention maps. Return the weight of each map and then the bias, [maps + 1].
 
     Maps are ordered layer by layer, as in `contact_head.regression`. If the features have more than MOST_NUMBERS
-    values, only a random part of the pairs without contact is used. These pairs get a higher weight, so that the
-    expected loss and the meaning of the penalty C stay the same.
+    values, only a random part of the pairs without contact is used. The pairs in this part get a higher weight,
+    so that the expected loss and the meaning of the penalty C stay the same.
 
     Args:
         trunk: a model in evaluation mode.
@@ -339,8 +341,8 @@ def fit_regression(
 
 
 def choose(labels: Sequence[npt.NDArray[np.int8]], rng: np.random.Generator) -> list[int]:
-    """Return the indices of at most 20 examples that have both contacts and other valid pairs, in random order. Short
-    examples (PREFERRED) come first. Raises `InputError` if no example can be chosen.
+    """Return the indices of at most 20 examples that have both contacts and other valid pairs, in random order. Those
+    with up to PREFERRED residues come first. Raises `InputError` if no example can be chosen.
     """
     order = sorted(rng.permutation(len(labels)), key=lambda n: len(labels[n]) > PREFERRED)
     usable = (int(n) for n in order if len(np.unique(labels[n][valid_pairs(labels[n], "all")])) == 2)

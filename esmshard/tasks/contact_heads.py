@@ -18,7 +18,7 @@ MAX_SEPARATION = 64  # the largest separation with its own embedding, which larg
 DILATIONS = (1, 2, 4)  # the dilations of the first convolution in successive `PairBlock`s, repeated
 MAPS = 8  # the number of mixtures of attention maps that the head `both` reads
 KEPT_PAIRS = 256**2
-"""For larger maps (in residue pairs), the backward pass computes each `PairBlock` again to save memory."""
+"""If a map has more residue pairs than this, the backward pass computes each `PairBlock` again to save memory."""
 PRIOR = 0.03  # the approximate share of contacts among pairs six or more apart; a new head predicts it
 PRIOR_LOGIT = math.log(PRIOR / (1 - PRIOR))
 
@@ -36,7 +36,7 @@ class AttentionHead(nn.Module):
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
     def start(self, weights: Weights) -> str | None:
-        """Copy the model's contact regression. Return a sentence about the copy, or None without a regression."""
+        """Copy the model's contact regression. Return a sentence about it, or None if the model has none."""
         if "contact_head" in weights.absent or weights.seed is not None:
             return None
         for name, parameter in self.regression.named_parameters():
@@ -54,7 +54,7 @@ class AttentionHead(nn.Module):
 
 
 class PairBlock(nn.Module):
-    """A residual block over a map of residue pairs: twice normalisation, gelu and a 3x3 convolution."""
+    """A residual block over a map of residue pairs: normalisation, gelu and a 3x3 convolution, two times."""
 
     def __init__(self, channels: int, dilation: int) -> None:
         super().__init__()
@@ -135,8 +135,8 @@ class PairwiseHead(nn.Module):
 class BothHead(AttentionHead):
     """A head whose logits are the sum of the logits of an `AttentionHead` and of a `PairwiseHead`.
 
-    The pairwise head reads products of representations, the attention head's logits and MAPS mixtures of attention
-    maps. Its output starts near zero, so a new head predicts nearly the logits of the attention head.
+    The pairwise head reads products of representations, the attention head's logits and MAPS weighted sums of
+    attention maps. Its output starts near zero, so a new head predicts nearly the logits of the attention head.
     """
 
     def __init__(self, n_maps: int, dim: int, channels: int, blocks: int) -> None:

@@ -31,7 +31,7 @@ class FineTuned:
 
 def load_finetuned(model: str, device: DeviceName = None) -> FineTuned:
     """Open the model and its task head from a directory that `consolidate` wrote, in evaluation mode. Raises
-    `InputError` without a fine-tuned head, and `UsageError` for an unknown device.
+    `InputError` if the model has no fine-tuned head, and `UsageError` for an unknown device.
     """
     computing, path = chosen_device(device), weights.directory(model) / "esmshard.json"
     opened = weights.read(model)
@@ -106,8 +106,8 @@ def new_head(recipe: Recipe, task: Task, opened: Weights) -> tuple[nn.Module, st
 def start_values(task: Task, head: nn.Module, opened: Weights) -> str | None:
     """Set the values of a new head. Return a sentence about copied values, or None.
 
-    If `opened` has a head of the same task, targets or classes, and sizes, this head is copied. Otherwise the new
-    head's method `start`, if it has one, may copy values of the language model.
+    If `opened` has a head for the same task and the same targets or classes, with tensors of the same shapes, this old
+    head is copied. Otherwise the new head's method `start`, if it has one, may copy values of the language model.
     """
     start = getattr(head, "start", lambda weights: None)
     if not opened.head or not head.state_dict():

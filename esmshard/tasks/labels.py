@@ -37,11 +37,11 @@ class LabelSettings(TaskSettings):
     """The settings that the tasks `sequence`, `pair` and `residue` share."""
 
     kind: str
-    """The kind of the labels, such as `number` or `class`. Each task allows other kinds."""
+    """The kind of the labels, such as `number` or `class`. The allowed kinds depend on the task."""
     balance: float = Field(0.0, ge=0, le=1)
     """The exponent b of the loss weights: the weight of a class is frequency^-b. With 0 all labels have the same
     weight. With 1 all classes have the same total weight. For `multilabel`, proteins with a label have the weight
-    odds^-b, where odds = share with the label / share without. Not for kind `number`."""
+    odds^-b, where odds = share with the label / share without. For kind `number` only 0 is allowed."""
     hidden: int | None = Field(None, ge=0, le=8192)
     """The width of the head's hidden layer. 0 makes a linear head. The default is the width of the model."""
     dropout: float = Field(0.1, ge=0, lt=1)
@@ -93,7 +93,7 @@ class LabelTask(Task):
     settings: LabelSettings
     of_base: ClassVar[tuple[str, ...]] = (FROZEN,)
     fitted: ClassVar[tuple[str, ...]]
-    """The names of the baselines that are linear models of the result of `features`."""
+    """The names of the baselines that are linear models, fitted to the result of the method `features`."""
     head_class: ClassVar[type[LabelHead]]
 
     @property
@@ -136,7 +136,7 @@ class LabelTask(Task):
         if not counts.any():
             problem = f"no training {unit} has a label; check labels and masks"
         elif several and (counts == len(train)).all():
-            problem = "every training record has the same labels; give others"
+            problem = "every training record has the same labels; give labels that differ"
         elif not several and len(absent) == len(names) - 1:
             name = shown(names[int(counts.argmax())])
             problem = f"every training {unit} has the class {name}; give labels of two classes or more"
@@ -190,7 +190,7 @@ class LabelTask(Task):
         return LossSum(total, torch.full((), float(target.numel()), device=output.device))
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-        """Return float32 numbers in the labels' unit, [T] or (residues) [L], or calibrated probabilities [..., C]."""
+        """Return numbers in the unit of the labels, [T] or for residues [L], or calibrated probabilities [..., C]."""
         if self.settings.kind == "number":
             values = output.astype(np.float64) * np.array(self.facts["std"]) + np.array(self.facts["mean"])
             return np.asarray(values[:, 0] if self.per_residue else values, dtype=np.float32)
@@ -236,7 +236,7 @@ class LabelTask(Task):
 
     @abstractmethod
     def represented(self, example: Example, base: FineTuner) -> npt.NDArray[np.floating]:
-        """Return the base model's representation of each residue [L, D], or the means over S sequences [S, D]."""
+        """Return the representation of each residue by the model `base` [L, D], or the mean of each sequence [S, D]."""
 
     def _chosen(self, train: Sequence[Example]) -> tuple[list[npt.NDArray[np.intp]], npt.NDArray[Any]]:
         """Choose at most MOST_ROWS labelled residues, evenly spread, or all records if records have labels. Return the
@@ -374,8 +374,8 @@ def fit_temperature(rows: Sequence[Row]) -> dict[str, Any]:
     """Return the facts `temperature` and `validation_records`. If the rows have no `log losses`, return no facts.
 
     The temperature is the value in TEMPERATURES with the lowest log loss (Guo et al. 2017, arXiv:1706.04599). If fewer
-    than LEAST records are labelled, or if a log loss is not finite, the temperature is None. The rows come from
-    validation records and a task without a temperature.
+    than LEAST records are labelled, or if a log loss is not finite, the temperature is None. Pass rows of
+    validation records, from a task without a temperature.
     """
     if "log losses" not in rows[0]:
         return {}

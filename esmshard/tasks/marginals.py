@@ -92,7 +92,7 @@ def pseudo_log_likelihoods(
         proteins: N proteins.
         scored_N: how many residues of each protein are scored; see `scored_residues`.
         window: the number of residues that the model reads at once.
-        visible: how the model's training changed residues, if nothing is masked.
+        visible: how the model's training changed residues; None to mask each residue in turn.
     """
     sum_N, done = np.zeros(len(scored_N)), 0
     with Progress("score", int(scored_N.sum())) as progress:
@@ -122,8 +122,8 @@ def as_masked(log_p_P: npt.NDArray[np.float64], training: Corruption) -> npt.NDA
     """Estimate log p of masked residues from log p of the same residues when they are visible, float64 [P].
 
     In training, some residues to predict stayed visible: a share u (`unchanged`) as the true residue x, and a share
-    `random` as a random one of `letters` letters. Let r be `random` / `letters`, and m the probability of x at a mask.
-    Bayes' rule gives p = m (u + r) / (m u + r) for a visible x. Hence m = p r / (u + r - u p).
+    `random` as a random one of `letters` letters. Let r be `random` / `letters`. Let m be the model's probability of x
+    at a mask, and p where x is visible. Bayes' rule gives p = m (u + r) / (m u + r). Hence m = p r / (u + r - u p).
 
     This formula was derived for esmshard. It was not compared with the one-pass estimate of Gordon et al. 2024
     (doi:10.1101/2024.10.03.616542).

@@ -29,7 +29,7 @@ LEAST = 10
 """The minimum number of records, or blocks of records, for a bootstrap interval. With fewer records, percentile
 intervals are too narrow (Hesterberg 2015, doi:10.1080/00031305.2015.1089789)."""
 BIASED = frozenset({"ECE", "ECE before scaling"})
-"""Metrics whose best value is 0, and which noise raises. The value of a sample is too high, and the values of its
+"""Metrics whose best value is 0. Noise makes them higher: the value of a sample is too high, and the values of its
 resamples are even higher (Kumar et al. 2019, arXiv:1909.10155). The function `interval` corrects for this bias."""
 MOST_ROWS = 10_000_000
 """The maximum number of rows in all resamples together. It reduces the number of resamples, but not below 200."""
@@ -47,8 +47,8 @@ def means(rows: Sequence[Row], columns: Sequence[str]) -> dict[str, float]:
 def records_with(rows: Sequence[Row], column: str) -> npt.NDArray[np.bool_]:
     """Return from which of N records the metric `column` of the final table is computed, bool [N].
 
-    These are the records whose row has a number for this metric, or else for the target of this metric. If no row has
-    such a number, return True for all records.
+    These are the records whose row has a number for this metric. If no row has one, they are the records whose row has
+    a number for the metric's target. If no row has that either, they are all records.
     """
     keys = (column, column.removesuffix(" per protein"), f"target{column.removeprefix('Spearman')}", "target")
     key = next((key for key in keys if any(isinstance(row.get(key), float) for row in rows)), None)
@@ -72,8 +72,8 @@ def total(rows: Sequence[Row], key: str) -> npt.NDArray[np.float64]:
 def ranked(rows: Sequence[Row]) -> list[Row]:
     """Copy the rows. In arrays whose key begins with `ranked `, replace each value by its place, int32.
 
-    The place is the number of distinct smaller values that all rows have under this key. Metrics of ranks are the same
-    for places, and resamples need no sorting. If a value under a key is NaN, the arrays of this key stay unchanged.
+    The place is the number of distinct smaller values under this key in all rows. Metrics of ranks are the same for
+    places, and resamples need no sorting. If a value under a key is NaN, the arrays of this key stay unchanged.
     """
     copies = [dict(row) for row in rows]
     for key in (key for key in rows[0] if key.startswith("ranked ")):
@@ -109,8 +109,8 @@ def pearson(a_N: npt.NDArray[np.float64], b_N: npt.NDArray[np.float64]) -> float
 
 
 def spearman(a_N: npt.NDArray[Any], b_N: npt.NDArray[Any]) -> float:
-    """Compute Spearman's correlation. Equal values get the mean of their ranks. The result is NaN as for `pearson`, and
-    if a value is NaN. If the values are places (see `ranked`), the time is linear.
+    """Compute Spearman's correlation. Equal values get the mean of their ranks. The result is NaN if a value
+    is NaN, and in the cases that `pearson` names. If the values are places (see `ranked`), the time is linear.
     """
     return np.nan if np.isnan(a_N).any() or np.isnan(b_N).any() else pearson(_mean_ranks(a_N), _mean_ranks(b_N))
 
@@ -127,8 +127,8 @@ def spearman_within(
     """Compute Spearman's correlation in each fold, and average over folds, weighted by the number of measured values.
 
     Each fold has a separate model, and the predictions of two models may differ by an offset. A correlation over all
-    folds would also compare these offsets. Measured values may be NaN. A fold with an undefined correlation is left
-    out.
+    folds would also compare these offsets. Variants whose measured value is NaN are left out, and so are folds with an
+    undefined correlation.
     """
     rho, weight = 0.0, 0
     for fold in np.unique(fold_N):
@@ -150,7 +150,7 @@ def top_of_list(
 ) -> tuple[float, float]:
     """Choose the `best_count` variants with the highest predictions in each fold, and score them.
 
-    Higher predictions and measured values are better. Variants without a measured value (NaN) are not chosen. If
+    Higher is better, for predictions and measured values. Variants without a measured value (NaN) are not chosen. If
     several variants tie for the last places, each counts with the probability that it is chosen.
 
     Returns:
@@ -229,9 +229,9 @@ def confusion(target_M: npt.NDArray[np.int64], predicted_M: npt.NDArray[np.int64
 
 
 def of_confusion(counts_CC: npt.NDArray[np.float64]) -> dict[str, float]:
-    """Compute accuracy, MCC and macro-F1 from a confusion matrix (see `confusion`). Without counts they are NaN.
+    """Compute accuracy, MCC and macro-F1 from a confusion matrix (see `confusion`). If all counts are 0, they are NaN.
 
-    MCC is the version for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006). MCC is 0 if all
+    MCC is computed as for several classes (Gorodkin 2004, doi:10.1016/j.compbiolchem.2004.09.006). MCC is 0 if all
     targets or all predictions are of one class. Macro-F1 is the mean over classes that occur as target or prediction.
     """
     samples, right_C = counts_CC.sum(), counts_CC.diagonal()
@@ -267,7 +267,7 @@ def calibration(confidence_M: npt.NDArray[np.floating], correct_M: npt.NDArray[n
 
 
 def calibration_error(bins_3B: npt.NDArray[np.float64]) -> float:
-    """Compute the expected calibration error (ECE), the weighted mean of |confidence - accuracy| over bins."""
+    """Compute the expected calibration error (ECE): the mean |confidence - accuracy| of bins, weighted by count."""
     count_B, confidence_B, right_B = bins_3B
     return float(np.abs(confidence_B - right_B).sum() / count_B.sum()) if count_B.any() else np.nan
 
@@ -300,8 +300,8 @@ def fmax_terms(probability_C: npt.NDArray[np.floating], truth_C: npt.NDArray[np.
     """Return the four numbers that a protein adds to the sums for `fmax` at each threshold, [4, thresholds].
 
     They are the precision, 1 if the precision is defined, the recall, and 1. A label is predicted if its probability is
-    at least the threshold. Precision is undefined without predictions. A protein without labels adds zeros, since CAFA
-    scores only annotated proteins.
+    at least the threshold. Precision is undefined if no label is predicted. A protein without labels adds zeros, since
+    CAFA scores only annotated proteins.
     """
     terms = np.zeros((4, len(THRESHOLDS)))
     if truth_C.any():
@@ -345,8 +345,8 @@ def draws(n: int, block_N: npt.NDArray[np.int64] | None = None, seed: int = 0) -
     """Yield bootstrap resamples: int64 arrays of about n record indices. With `block_N`, whole blocks are resampled.
 
     The same records and seed give the same resamples, so two methods can be compared in each resample. With fewer than
-    LEAST records or blocks, there are no resamples. All metrics share a resample, while `scipy.stats.bootstrap`
-    computes one metric from one array.
+    LEAST records or blocks, there are no resamples. A resample serves all metrics, unlike in
+    `scipy.stats.bootstrap`, which computes one metric from one array.
     """
     if count_units(n, block_N) < LEAST:
         return
@@ -372,25 +372,25 @@ def bootstrap(
 
 
 def count_units(n: int, block_N: npt.NDArray[np.int64] | None) -> int:
-    """Return the number of units to resample: n records, or the blocks in `block_N` without -1 (the wild type)."""
+    """Return the number of units to resample: n, or the number of blocks in `block_N` except -1 (the wild type)."""
     return n if block_N is None else len(np.unique(block_N[block_N >= 0]))
 
 
 def interval(values: Sequence[float], metric: str = "") -> Interval:
-    """Compute the 95% interval of a metric from a list of `bootstrap`. Resamples whose value is NaN are left out.
+    """Compute the 95% interval of a metric from its list in the result of `bootstrap`. Resamples with NaN are left out.
 
     The result is the percentile interval. For a metric in BIASED, or if the percentile interval does not contain the
-    estimate, it is the basic bootstrap interval, widened to contain the estimate. The basic interval reflects the
-    percentiles at the estimate, which corrects the bias of the resamples (Davison and Hinkley 1997, Bootstrap Methods
-    and their Application, section 5.2). For a metric in BIASED no limit is below 0.
+    estimate, the result is the basic bootstrap interval, widened to contain the estimate. It reflects the percentiles
+    at the estimate, which corrects the bias of the resamples (Davison and Hinkley 1997, Bootstrap Methods and their
+    Application, section 5.2). For a metric in BIASED no limit is below 0.
     """
     plain = difference(values, [0.0] * len(values), metric)
     return Interval(plain.value, max(plain.low, 0.0), plain.high) if metric in BIASED else plain
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "") -> Interval:
-    """Compute the difference `ours` - `theirs` of a metric and its interval. Both arguments are lists of `bootstrap`
-    over the same records with the same seed. If one of the lists has no resamples, the limits are NaN.
+    """Compute the difference `ours` - `theirs` of a metric and its interval. Both lists are from
+    `bootstrap` over the same records with the same seed. If one of the lists has no resamples, the limits are NaN.
     """
     value, *resampled = (a - b for a, b in zip(ours, theirs, strict=False))
     known = [v for v in resampled if not np.isnan(v)]
@@ -403,11 +403,11 @@ def difference(ours: Sequence[float], theirs: Sequence[float], metric: str = "")
 
 
 def variant_units(variants: Sequence[tuple[Mutation, ...]]) -> tuple[npt.NDArray[np.int64], str]:
-    """Return the number of each variant's unit in the bootstrap, int64 [N], and the noun for a unit.
+    """Return the index of each variant's unit in the bootstrap, int64 [N], and the noun for a unit.
 
     The unit is a `position`, `site combination` or `variant`. Variants that change the same sites are not independent,
     so they form a block and are resampled together. This needs at least LEAST blocks, none with more than half of the
-    variants. Otherwise, as in a library of few sites, variants are resampled. Replicates of a variant are one unit.
+    variants. Otherwise, as in a library of few sites, each variant is a unit. Replicates of a variant are one unit.
     """
     block_N = site_blocks(variants)
     if count_units(len(variants), block_N) >= LEAST and np.bincount(block_N + 1).max() <= len(variants) / 2:

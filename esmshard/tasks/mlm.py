@@ -98,8 +98,8 @@ class MlmTask(Task):
         return LanguageModelHead()
 
     def inputs(self, example: Example) -> Inputs:
-        """Choose and mask residues (see `corrupt`). The target has the true tokens of these residues, int64 [P]. Each
-        epoch chooses other residues. An evaluation always chooses the same residues, for any seed.
+        """Choose and mask residues (see `corrupt`). The target has the true tokens of these residues, int64 [P]. The
+        choice differs between epochs. Evaluations always choose the same residues, whatever the recipe's seed is.
         """
         tokens, chosen_P = corrupt(example.tokens, self.settings.mask, f"mask:{example.draw}:{example.id}")
         return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P, tracks=example.tracks)

@@ -35,7 +35,7 @@ class PairLabels(ProteinLabels):
     """The labels of N pairs of proteins."""
 
     block_N: npt.NDArray[np.int64]
-    """The block of each pair, int64 [N]: the number of its more frequent sequence."""
+    """The block of each pair, int64 [N]: the index of whichever of its two sequences occurs in more pairs."""
 
 
 class PairSettings(SequenceSettings):
@@ -119,7 +119,7 @@ class PairTask(SequenceTask):
         return data.blocks(), "sequence"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return a name from `leakage.CLASSES` for each pair: how many of its sequences are in training pairs."""
+        """Return the class of each pair (C3, C2, C1): 0, 1 or 2 of its sequences are in training pairs."""
         if (trained := known.get(TRAINED_CHAINS)) is None:
             return []
         whole = map(data.whole, range(len(data)))

@@ -112,7 +112,7 @@ class ResidueTask(LabelTask):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The letters of each class; empty if the classes are not yet known. For kind `number` the name is `value`."""
+        """The letters of each class; empty before `learn` unless `classes` is set. For kind `number` it is `value`."""
         return ("value",) if self.settings.kind == "number" else super().names or self.settings.classes or ()
 
     @property
@@ -133,7 +133,7 @@ class ResidueTask(LabelTask):
         if len(target) > 1:
             raise UsageError(f"data.target: residues have one label, not {len(target)}; name one column")
         if isinstance(source, Path) and target[0] is not None:
-            raise UsageError(f"data.target: the label FASTA {source} has no columns; remove it")
+            raise UsageError(f"data.target: the label FASTA {source} has no columns; remove data.target")
         return residue_labels(
             store,
             fasta,

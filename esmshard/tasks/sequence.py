@@ -171,11 +171,11 @@ class SequenceTask(LabelTask):
 
 
 def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
-    """Renumber the classes of the labels by `known`, the classes of the training split. For the training split, `known`
-    is empty, and the classes of its records are used.
+    """Renumber the classes of the labels by their place in `known`, the class names of the training split. For the
+    training split itself `known` is empty; the result then has only the classes that records have.
 
-    The table may also have classes of proteins outside the splits. Raises `InputError` if a record has an unknown
-    class.
+    Classes in the table that no record of the split has are left out. Raises `InputError` if a record has a class that
+    is not in `known`.
     """
     labelled = np.flatnonzero(labels.labelled_N)
     if labels.kind == "multilabel":

@@ -42,7 +42,7 @@ KNOTS = 200  # the maximum number of pairs (value, normal score) that a rank sca
 FAR = 1000.0
 """How many standard deviations a rank scale extends beyond the lowest and the highest training value."""
 THRESHOLDS, SHARPNESS = 15, 2.0
-"""The ranking loss compares values at this many quantiles, with a logistic function of this slope."""
+"""The ranking loss asks whether a value is above each of THRESHOLDS quantiles, with a logistic of slope SHARPNESS."""
 ONE_HOT, SCORE, AUGMENTED, FROZEN = "one-hot ridge", "zero-shot", "one-hot + zero-shot ridge", "frozen embedding ridge"
 """The names of the four baselines of this task in reports."""
 SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedding": FROZEN}
@@ -86,9 +86,10 @@ class VariantSettings(TaskSettings):
     with up to some hundred measurements."""
     pool: Pool = "wild_type"
     """The input of the head `network`. `wild_type`: the wild type's representation at each mutated residue, and the old
-    and new amino acids. One forward pass of the wild type serves all variants of a step. `sites`: in addition, the
-    difference between the representations of variant and wild type at this residue, which needs a forward pass for each
-    variant. `difference`: only the difference. `mean`: the mean representation over all residues of the variant."""
+    and new amino acids. One forward pass of the wild type serves all variants of a step. `sites`: as `wild_type`, and
+    also the difference between the representations of variant and wild type at each mutated residue. This needs a
+    forward pass for each variant. `difference`: only this difference. `mean`: the mean representation over all residues
+    of the variant."""
     zero_shot: bool = True
     """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of log
     p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also read

@@ -32,9 +32,10 @@ from esmshard.train.run_dir import read_status
 
 SUMMARY, CURVE = "summary.json", "learning_curve.json"
 JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
-"""The names of the files with joint results. They are in the directory that also contains the runs."""
+"""The names of the files with joint results. They are in the directory that contains the directories of the runs."""
 SHARES = (0.25, 0.5)
-"""The shares of the training variants for the points of a learning curve. A last point uses all of them."""
+"""The shares of the training variants that the models of a learning curve are trained on. The curve also has the model
+that is trained on all of them."""
 SPEARMAN, RECALL, CHOSEN = "Spearman", "recall", "mean of chosen"
 
 Array = npt.NDArray[np.float64]
@@ -52,15 +53,16 @@ class Repeat:
 def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Repeat]:
     """Return one run for each random seed and fold, or an empty list if the recipe is a single run.
 
-    A table of variants has FOLDS folds by default. All seeds (`train.seed` and the following) have the same folds.
-    Raises `UsageError` if folds are requested and the recipe has the key `data.folds`.
+    `seeds` and `folds` are the numbers of seeds (`train.seed` and the following) and folds. All seeds have the same
+    folds. A table of variants has FOLDS folds by default, but none with `data.split` `mutations` or `given`. Raises
+    `UsageError` if folds are requested and the recipe has the key `data.folds`.
     """
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         folds = folds or FOLDS
     if seeds == 1 and not folds and not recipe.divides_table:
         return []
     if folds and recipe.data.folds is not None:
-        raise UsageError("--folds makes runs of the whole recipe, and it has data.folds; remove that key")
+        raise UsageError("--folds makes a run for each fold, and data.folds is for one fold; remove that key")
     runs: list[Repeat] = []
     for seed in range(recipe.train.seed, recipe.train.seed + seeds):
         for fold in range(folds) if folds else [None]:
@@ -71,7 +73,9 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
 
 
 def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
-    """Return the runs for the learning curve of a table of variants; empty for other data and for a probe."""
+    """Return the runs for the learning curve of a table of variants, with the seed and fold of the first of `runs`.
+    Return an empty list for other data, and for a probe.
+    """
     if not recipe.divides_table or recipe.adapt.method == "probe":
         return []
     others = [option for option in runs[0].overrides if not option.startswith("out=")]
@@ -105,7 +109,7 @@ def summarise(out: Path, runs: Sequence[Repeat]) -> str:
     """Write `summary.json` to `out`. Return a table as text: mean and interval of each metric over the runs.
 
     The 95% interval (Student's t distribution) shows how much the mean would change with other seeds and folds. Runs of
-    different folds share training records, so it is somewhat too narrow (Bengio and Grandvalet 2004, JMLR 5:1089).
+    different folds share training records, so the interval is too narrow (Bengio and Grandvalet 2004, JMLR 5:1089).
     """
     evaluations = {run.out.name: read_json(run.out / "evaluation.json") for run in runs}
     first = next(iter(evaluations.values()))
@@ -162,14 +166,15 @@ def _mean(value_of_run: Mapping[str, float]) -> Interval:
 def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = ()) -> str:
     """Write the joint result of all runs on a table of variants to the recipe's `out`, and return the result as text.
 
-    - `variants.csv` has the rows of the user's table. A test variant also has its name, measured value and fold, and
-      the predictions of baselines and model (mean and standard deviation over seeds). An omitted row has a reason.
+    - `variants.csv` has the rows of the user's table. The row of a test variant also has its name, measured value, fold
+      and predictions of baselines and model (mean over seeds; of the model also the standard deviation). A row that is
+      not used has the reason.
     - `summary.json` gets the entries `table` (changes to the user's table), `joint` (the scores of all methods on all
       test variants, with intervals) and `verdict`.
-    - `learning_curve.json` has Spearman on one test set for each number of training variants.
+    - `learning_curve.json` has Spearman's correlation on one test set for each number of training variants.
 
-    Each fold has another model, so variants are compared only within their fold. `runs` are the finished runs over
-    folds and seeds, and `curve` the finished runs of `curve_runs`.
+    Each fold has another model, so variants are compared only within their fold. `runs` are the finished runs of
+    `repeats`, and `curve` those of `curve_runs`.
     """
     out = Path(recipe.out)
     tested = [_Predictions(run.out) for run in runs]
@@ -300,7 +305,9 @@ def _samples(
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
 ) -> dict[str, list[float]]:
-    """Return Spearman, recall and mean of the chosen variants: on all variants, then on each resample."""
+    """Return Spearman, and recall and mean of the variants that `metrics.top_of_list` chooses, by name. Each has the
+    value on all variants, then those on resamples of the blocks.
+    """
     sign = -1 if lower_is_better else 1
 
     def scores(draw: npt.NDArray[np.int64]) -> dict[str, float]:

@@ -46,12 +46,14 @@ from esmshard.vocab import chain_spans
 R = TypeVar("R")
 
 LOWER_IS_BETTER = ("RMSE", "log loss")
-"""Further metrics for which a lower value is better. For the headline metric, `Task.lower_is_better` decides."""
+"""Metrics for which a lower value is better. For the headline metric, the first of `Task.columns`,
+`Task.lower_is_better` decides instead."""
 LONGEST_PROFILE, MOST_RESIDUES = 1000, 2000
 """The maximum length (residues) of a protein that a report draws along its sequence, and the maximum number of dots in
-its plot of observed and predicted values."""
+the report's plot of observed and predicted values."""
 TRAINED_ON, MOST_TRAINED_ON = "training sequences", 1_000_000
-"""The name of the array in `baselines.npz` with the hashes of training sequences, and the maximum number of hashes."""
+"""The name of the array in `baselines.npz` with a hash of each training sequence. It is left out if there are more than
+MOST_TRAINED_ON training records."""
 ALONE = World(0, 1, torch.device("cpu"), None)
 """The `World` of a process that has the complete model in fp32 and works without other ranks."""
 
@@ -66,8 +68,9 @@ def validate(
 ) -> tuple[float, list[Row]] | None:
     """Return the loss of a split and one row of metrics for each record, in the order of the split, on every rank.
 
-    Records are not cropped, and no gradient is computed. `stop` is called before each micro-batch, and must return the
-    same value on all ranks. A true value ends the validation, which then returns None.
+    Records are not cropped, and no gradient is computed. A micro-batch has at most `tokens_per_rank` tokens, or as many
+    as the longest record. `stop` is called before each micro-batch, and must return the same value on all ranks. A true
+    value ends the validation, which then returns None.
     """
     model.eval()
     longest = max(tokens_per_rank, int(data.tokens.max()))
@@ -102,7 +105,8 @@ def fit_baselines(task: Task, train: Examples, base: FineTuner, ranks: World) ->
     """Fit the baselines of a task to training records, and return the fitted arrays by name, on every rank.
 
     All `ranks` call this function: they divide the forward passes, and the first rank fits the baselines. `base` is the
-    model before the first step. If this process has the complete model, `ranks` is ALONE.
+    model before fine-tuning. If each process has the complete model in fp32, `ranks` is ALONE, and each process does
+    all the work.
     """
     examples = [train.get(n) for n in range(0, len(train), -(-len(train) // task.baseline_records))]
     with _together(base, ranks):
@@ -130,7 +134,7 @@ def sequence_hashes(data: Examples) -> npt.NDArray[np.uint64]:
 def seen_before(
     model: str, trained_on: Mapping[str, Any], trained: npt.NDArray[np.uint64] | None, data: Examples
 ) -> tuple[list[str], int]:
-    """Return at most one sentence on records that a model was trained on, and the known number of these records.
+    """Return at most one warning about records in `data` that `model` was trained on, and their number (0 if unknown).
 
     `trained_on` is the entry `data` of the model's `esmshard.json`. `trained` has the hashes of the training sequences,
     or is None if no hashes were stored.
@@ -159,7 +163,7 @@ def read_baselines(path: Path) -> dict[str, npt.NDArray[Any]]:
 
 
 def score(model: FineTuner, task: Task, data: Examples, ranks: World = ALONE) -> list[Row]:
-    """Return the fine-tuned model's row of metrics for each record of the split. Records are not cropped.
+    """Return the fine-tuned model's row of metrics for each record of a split (`data`). Records are not cropped.
 
     The result is the same on every rank, and for every number of ranks. For `ranks` see `fit_baselines`.
     """
@@ -179,10 +183,10 @@ def score_baselines(
     base: FineTuner | None,
     ranks: World = ALONE,
 ) -> dict[str, list[Row]]:
-    """Return, by the name of each baseline, a row of metrics for each record. Records are not cropped.
+    """Return a row of metrics for each record, by the name of the baseline. Records are not cropped.
 
-    `known` has the arrays from `fit_baselines`. `base` is the model before the first step; without `base`, baselines
-    that need this model are left out. For `ranks` see `fit_baselines`.
+    `known` has the arrays from `fit_baselines`. `base` is the model before fine-tuning; if it is None, baselines that
+    need this model are left out. For `ranks` see `fit_baselines`.
     """
     # The temperature was fitted to the fine-tuned model, so baselines are scored without it.
     untempered = new_task(task.settings, {**task.facts, "temperature": None})
@@ -207,7 +211,7 @@ def _of_each_record(
     ranks: World,
     compute: Callable[[Sequence[Example]], Sequence[R]],
 ) -> list[R]:
-    """Call `compute` on batches of records, the same for any number of ranks. Return one result for each record."""
+    """Call `compute` on batches of records, which do not depend on the number of ranks. Return each record's result."""
     each = max(1, SCORED_TOKENS // int(data.tokens.max())) if task.names else 1
     firsts = range(0, len(data), each)
     mine: dict[int, Sequence[R]] = {}
@@ -229,14 +233,14 @@ def report(
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
 ) -> str:
-    """Score a consolidated model, the model before fine-tuning and the baselines of the task on a split.
+    """Score a fine-tuned model, the model before fine-tuning and the baselines of the task on a split (`data`).
 
     Writes `evaluation.json` and `per_protein.csv` to `out`, and returns the text of `write`. Prints which baselines are
     left out, and how many of the records the model was trained on.
 
     `tuned` is the opened model of the directory `model`. `labels` is the file with the labels, if it is not the file
-    with the records. `tracks` has paths by name, or is None for the paths in the model's recipe. `complexes` is the
-    file that says which chains were joined, or EVERY.
+    with the records. `tracks` has the paths of tracks by name, or is None for those in the model's recipe. `complexes`
+    is the file that says which chains were joined, EVERY, or None if no chains were joined.
     """
     base, why = None, ""
     shown_name = model if model in SHIPPED else Path(model).name  # without the directory, because users share results
@@ -282,12 +286,12 @@ def report(
 
 
 def _place(path: str | Path, out: Path) -> str:
-    """Return an existing path relative to `out`, because users share evaluations."""
+    """Return a path relative to `out`, because users share evaluations. A path without a file stays unchanged."""
     return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
 
 
 def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -> dict[str, Any]:
-    """Return facts about a model, its `esmshard.json` (`about`) and a split for the `evaluation.json` in `out`."""
+    """Return entries on a model and its data for `evaluation.json` in `out`. `about` is the model's `esmshard.json`."""
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
     name = shared_place(found_place(base["name"], weights.directory(model)), out)
@@ -306,8 +310,8 @@ def write(
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv` to `directory`, and return metrics, notes and verdict as text.
 
-    `table` has the rows of metrics for each method: the model (MAIN) and the baselines. `about` has further entries for
-    `evaluation.json`. `groups` has the group of each record (`Task.groups`), if there are groups. `name` names the
+    `table` has the rows of metrics for each method: the model (MAIN) and the baselines. `about` has other entries of
+    `evaluation.json`. `groups` has the group of each record (`Task.groups`); empty without groups. `name` names the
     model in the results. Contact-map figures of an earlier evaluation are removed.
     """
     block_N, unit = task.units(data)
@@ -377,7 +381,9 @@ def write(
 def _write_rows(
     path: Path, data: Examples, task: Task, table: Mapping[str, Sequence[Row]], groups: Sequence[str]
 ) -> None:
-    """Write a CSV line for each record: id, lengths, block and group (if any), and the numbers in its row."""
+    """Write a CSV line for each record: id, lengths, block and group (if any), and the numbers in the model's row. With
+    blocks, also write the predictions of the baselines.
+    """
     block_N, numbers, classes = data.blocks(), _numbers(table[MAIN]), task.facts.get("classes")
     head = ["id", "length", *(["length_a", "length_b"] if task.settings.pairs else [])]
     head += [*([] if block_N is None else ["block"]), *(["group"] if any(groups) else [])]
@@ -405,12 +411,12 @@ def _write_rows(
 
 
 def _numbers(rows: Sequence[Row]) -> list[str]:
-    """Return the names of all numbers in the rows. Records with several chains have more numbers than single chains."""
+    """Return the names of all values in the rows that are numbers. Records of several chains have additional values."""
     return [*dict.fromkeys(key for row in rows for key, value in row.items() if not isinstance(value, np.ndarray))]
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
-    """Return each metric's value and, if at least LEAST units have a value, its values in bootstrap resamples."""
+    """Return for each metric its value on all rows. If LEAST or more units have a value, add those on resamples."""
     samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
@@ -418,7 +424,7 @@ def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] |
 def _groups(
     task: Task, table: Mapping[str, Sequence[Row]], block_N: npt.NDArray[np.int64] | None, groups: Sequence[str]
 ) -> dict[str, Any]:
-    """Return each group's size and the metrics of every method on it. A group of all records has no metrics."""
+    """Return each group's size and the metrics of every method on it. A group with all records has no metrics."""
     group_results: dict[str, Any] = {}
     for group in sorted(set(groups) - {""}):
         members = [n for n, name in enumerate(groups) if name == group]
@@ -450,8 +456,8 @@ def _method(unit: str, intervals: Mapping[str, Interval]) -> str:
 def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]:
     """Return the data for the figures of a task with a value for each residue; empty for other tasks.
 
-    `profiles` has the values along the records with the highest, median and lowest score. If the task predicts numbers,
-    `residues` has the values of every n-th residue.
+    `profiles` has observed and predicted values along three records: those with the highest, median and lowest score.
+    If the task predicts numbers, `residues` has these values for every n-th residue of all records.
     """
     score = next((column for column in task.columns if column in rows[0]), None)
     if "profile" not in rows[0] or score is None:
@@ -484,10 +490,11 @@ def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | No
 
 
 def _summed(rows: Sequence[Row], task: Task, scaling: str | None) -> dict[str, Any]:
-    """Return the data for the figures of a task with classes.
+    """Return the data for the figures of a task with classes; empty for other tasks.
 
-    `confusion` has counts [C, C], with true classes on the first axis. `calibration` has the number of predictions,
-    their mean confidence and the share of correct predictions, each for all bins of confidence.
+    `confusion` has counts [C, C], with true classes on the first axis. `calibration` has three lists with a value for
+    each bin of confidence: the number of predictions, their mean confidence and the share of correct ones. It also has
+    the sentence `scaling` of `_scaling`.
     """
     summed: dict[str, Any] = {}
     if "confusion" in rows[0]:
@@ -519,7 +526,7 @@ class Comparison:
     values: Mapping[str, Interval]
     """The metric's value for each method: the model (MAIN) and the baselines."""
     gains: Mapping[str, Interval]
-    """For each baseline, the model's value minus the baseline's value, paired over the same units."""
+    """For each baseline, the model's value minus the baseline's value. Each resample has the same units for both."""
     lower_is_better: bool = False
 
     @property
@@ -569,10 +576,10 @@ class Comparison:
 
 
 def _others(comparisons: Sequence[Comparison]) -> str:
-    """Return a sentence on further metrics in which the model is clearly better or worse than the best baseline.
+    """Name the metrics, except the first, in which the model is clearly better or worse than the best baseline.
 
-    Metrics that agree with the headline metric are left out. ECE is left out because class frequencies alone reach the
-    best value.
+    Metrics with the same result as the first are left out. ECE is left out, because a prediction of the class
+    frequencies for each record already has the best ECE.
     """
     clear: dict[str, list[str]] = {"better than": [], "worse than": []}
     for other in comparisons[1:]:
@@ -585,7 +592,7 @@ def _others(comparisons: Sequence[Comparison]) -> str:
 
 
 def in_sample(trained_on: int, records: int) -> str:
-    """Return a warning for the start of a verdict if test records were used in training; otherwise an empty text."""
+    """Return a warning for the start of a verdict; empty if none of the test records were used in training."""
     if not trained_on:
         return ""
     return f"In sample: {trained_on:,} of {records:,} test records were in training, and the values count them. "

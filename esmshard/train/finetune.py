@@ -46,18 +46,18 @@ def run(
 ) -> Path | None:
     """Fine-tune a model, evaluate it, and write the results. All processes that were launched together call this.
 
-    A trial of a sweep (environment variable `launch.TRIAL`) ends with its last validation, without model and test. The
-    first rank writes the results and returns the directory of the run. Other ranks return None.
+    A trial of a sweep (environment variable `launch.TRIAL`) ends after its last validation. It writes no model, and
+    scores no test split. The first rank writes the results and returns the run's directory. Other ranks return None.
 
     Args:
         recipe: the checked recipe. Its key `out` names the directory of the run.
-        resume: `auto` continues from the newest good checkpoint of `out` if there is one. A path continues from that
-            run or checkpoint. None starts a new run.
+        resume: `auto` continues from the newest undamaged checkpoint of `out` if there is one. A path continues from
+            that run or checkpoint. None starts a new run.
         overwrite: remove the files of an earlier run from `out`.
         profile: the number of steps to record with torch's profiler.
-        take_over: take the lock of another run; see the class `esmshard.train.run_dir.Lock`.
+        take_over: take the lock of `out` from another run; see the class `esmshard.train.run_dir.Lock`.
         started: the start time of the command, in seconds since 1970; by default the present time.
-        device: the kind of device (see `own_device`); by default a GPU for each process, or the CPU without GPUs.
+        device: the kind of device (see `own_device`); by default a GPU for each process, or the CPU if there is no GPU.
 
     Raises:
         InputError: on all ranks, for a mistake in recipe or data, or if memory does not suffice.
@@ -110,10 +110,10 @@ def run(
 
 
 def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) -> None:
-    """Score the trained model and its baselines on the test split, and write the model directory with its card.
+    """Score the trained model and the baselines on the test split, and write the model directory with its card.
 
     All ranks call this, and the first rank writes the files. The model stays divided over the ranks as in training.
-    Some baselines need the base model, so its weights replace the trained weights in memory.
+    Some baselines need the base model, so its weights later replace the trained weights in memory.
     """
     recipe, out, layout = job.recipe, job.out, job.layout
     best = manifest.pointed(out / "checkpoints", "BEST") if recipe.keeps_best else None

@@ -40,7 +40,8 @@ RUN_FILES = (
 """The files and directories that a run writes. `--overwrite` removes only these."""
 
 NOTICES_PRINTED = "ESMSHARD_NOTICES_PRINTED"
-"""If this environment variable is set, an earlier run of the same command has printed the notices on the data."""
+"""A command with several runs, such as with `--seeds`, sets this environment variable after the first run. The other
+runs then do not print the notices on the data again."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     precision = "fp32" if probe else precision_on(device, recipe.parallel.precision)  # scikit-learn fits in fp32
     laid_out = layout(recipe.parallel, processes, per_machine, precision)
     if probe and (processes > 1 or recipe.parallel.cpu_offload):
-        raise UsageError("adapt.method probe: the head is fitted in one process; use --nproc 1 and no cpu_offload")
+        raise UsageError("adapt.method probe: one process fits the head; use --nproc 1 without parallel.cpu_offload")
     as_written = recipe
     recipe, task, (train, valid, test) = _open_splits(as_written, laid_out.data_size)
     base = initial_weights(recipe)  # after all data checks, because a download may take long
@@ -100,7 +101,7 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
 def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Examples, Examples, Examples]]:
     """Open and check the train, valid and test splits. `processes` is the number of ranks with different records.
 
-    Returns the recipe with all batch sizes in tokens, the task with the facts from the training labels, and the splits.
+    Returns the recipe with `batch.global_tokens` set, the task with the facts from the training labels, and the splits.
     """
     task = new_task(recipe.task, {})
     tracks = tracks_of(recipe)
@@ -125,15 +126,15 @@ def _open_splits(recipe: Recipe, processes: int) -> tuple[Recipe, Task, tuple[Ex
 def check_out(out: Path, resume: str | None, overwrite: bool) -> None:
     """Raise `UsageError` if a run may not write to the directory `out`. No file is changed.
 
-    Unless `overwrite` is true or the run resumes in `out`, the directory must be new or empty. Files in RUN_FILES must
-    belong to a run, which has a `status.json` or a lock. If `resume` is a path, it must exist.
+    Unless `overwrite` is true or the run resumes in `out`, the directory must be new or empty. If it contains files of
+    RUN_FILES, it must also contain the `status.json` or lock of a run. If `resume` is a path, it must exist.
     """
     if out.exists() and not out.is_dir():
         raise UsageError(f"{out}: is a file; choose another directory with out=DIR")
     is_resumed = resume == "auto"
     if resume is not None and not is_resumed:
         if not Path(resume).is_dir():
-            raise UsageError(f"--resume {resume}: no such directory; give a run or a checkpoint, or auto, or never")
+            raise UsageError(f"--resume {resume}: no such directory; give a run directory, a checkpoint, auto or never")
         is_resumed = Path(resume).resolve().is_relative_to(out.resolve())
     if not is_resumed and not overwrite and out.is_dir() and any(path.name != LOCK for path in out.iterdir()):
         raise UsageError(f"{out}: exists already; pass --resume auto to go on, --overwrite to start again, or out=DIR")
@@ -176,7 +177,7 @@ def versions(recipe: Recipe, device: torch.device) -> dict[str, Any]:
 
 
 def provenance(job: RunInputs) -> dict[str, Any]:
-    """Return facts about each split by its name: path, size, sha256 of residues and tracks, and notices on changes."""
+    """Return facts about each split by name: path, size, sha256 of residues and tracks, and notices on changed data."""
     return {
         split.name: {
             "path": str(split.path),
@@ -190,8 +191,8 @@ def provenance(job: RunInputs) -> dict[str, Any]:
 
 
 def leakage_notices(job: RunInputs) -> list[str]:
-    """Return notices on validation and test records that are equal or similar to training records, and on test
-    records that the starting model was trained on. Of large data a sample is compared.
+    """Return notices on validation and test records that are equal or similar to training records, and on test records
+    that the starting model was trained on. If there are many records, only a sample is compared.
     """
     try:
         splits = (job.train, job.valid, job.test)
@@ -215,7 +216,7 @@ def leakage_notices(job: RunInputs) -> list[str]:
 
 
 def seen_in_training(job: RunInputs) -> int:
-    """Count the test records that are training sequences; all if the starting model was trained on this test set."""
+    """Count the test records whose sequence is in the training set; all if the starting model was trained on them."""
     before = weights.record_of(job.weights.files).get("data", {})
     if job.test.digest == before.get("train", {}).get("tokens_sha256"):
         return len(job.test)

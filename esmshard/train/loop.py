@@ -42,7 +42,7 @@ from esmshard.train.run_dir import Attempt
 from esmshard.train.step import LossScale, StepResult, too_many_skipped, train_step
 
 USABLE = 0.9
-"""The share of the free memory that a run plans to use. The rest is for the allocator's gaps and for other programs."""
+"""The share of the free memory that a run plans to use. The rest is for other programs and gaps between tensors."""
 
 
 def train(
@@ -57,11 +57,12 @@ def train(
 ) -> FineTuner:
     """Train until the last step of the recipe, or until early stopping. All ranks call this function together.
 
-    Returns the trained model. The memory of the optimizer is free again. Raises `Preempted` if the run was asked to
-    stop; all finished steps are then saved.
+    Returns the trained model, and frees the memory of the optimizer. Raises `Preempted` if the run was asked to stop;
+    all finished steps are then saved.
 
-    `start` is the checkpoint to continue from, or None. `starting` has the time-out for the start of a run, `ranks` the
-    time-out for a step. `profile` is the number of steps to record with torch's profiler.
+    `start` is the checkpoint to continue from, or None. `starting` and `ranks` are the same ranks: `starting` has the
+    time-out for the start of a run, `ranks` that for a step. `profile` is the number of steps that torch's profiler
+    records.
     """
     ranks = replace(ranks, together=job.layout.together)
     training = Training(job, start, replace(starting, together=job.layout.together), control, preemption, attempt)
@@ -103,17 +104,17 @@ class TrainState:
     step: int = 0
     """The number of optimizer steps done."""
     skipped_in_a_row: int = 0
-    """The number of latest steps in a row that changed no weight, because the loss or a gradient was not finite."""
+    """How many of the latest steps in a row changed no weight, because the loss or a gradient was not finite."""
     best: dict[str, Any] | None = None
     """The step, metric and value of the best validation so far; None before the first validation with a value."""
     stale: int = 0
-    """The number of validations since the best validation."""
+    """The number of validations since the best one, for early stopping."""
     scale: LossScale | None = None
     """The scale of the loss; None except in fp16."""
     validation: str = ""
     """The result of the last validation as a short text, for the progress line."""
     asked: int = 0
-    """The reason to stop that all ranks agreed on after the last step; 0 if the run goes on."""
+    """The number of the signal that asks the run to stop, the same on all ranks; 0 if the run goes on."""
     calibration: Mapping[str, Any] = field(default_factory=dict)
     """The result of `Task.calibrate` for the last validation. A checkpoint stores it among the facts of the task."""
 
@@ -121,7 +122,7 @@ class TrainState:
 class Training:
     """One attempt to train: the model over the ranks, its optimizer, and all other state that a step needs.
 
-    For the arguments see the function `train`; `ranks` is its argument `starting`.
+    For the arguments see the function `train`. The argument `ranks` is `starting` there.
     """
 
     def __init__(
@@ -189,9 +190,9 @@ class Training:
     def _choose_tokens_per_rank(self, saved: Mapping[str, Any] | None) -> int:
         """Return `batch.tokens_per_rank`, the maximum number of tokens in a micro-batch.
 
-        For `auto`, return the number in the checkpoint (`saved` is its `state.json`) if the layout is unchanged,
-        otherwise the number that fits into memory. Another number changes the order of summation, and results by
-        rounding errors.
+        For `auto`, return the number in the checkpoint (`saved` is its `state.json`) if the number of ranks, the GPU
+        and the settings in `parallel` are the same. Otherwise return the largest number that fits into memory. Another
+        number would change the order in which losses are summed, and so the results by rounding errors.
         """
         job, ranks = self.job, self.ranks
         asked = job.recipe.batch.tokens_per_rank
@@ -211,7 +212,7 @@ class Training:
         return max(fits, longest)
 
     def _fill(self, *, is_new: bool) -> None:
-        """Read the base weights into the shards. For a new run with a probe, fit the task head."""
+        """Read the base weights into the shards. If a new run (`is_new`) has a probe, fit the task head."""
         job, model, ranks = self.job, self.model, self.ranks
         self.control.note("reading weights")
         head, message = new_head(job.recipe, job.task, job.weights)
@@ -227,7 +228,7 @@ class Training:
         model.train()
 
     def out_of_memory_advice(self) -> str:
-        """Return advice for an out-of-memory error in a step. `--resume auto` accepts the settings in the advice."""
+        """Return advice for an out-of-memory error in a step. A resumed run may have the advised settings."""
         recipe, longest = self.job.recipe, int(self.job.train.tokens.max())
         tokens = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
         fits = self.largest_fitting()
@@ -250,7 +251,7 @@ class Training:
         return epoch, len(records), mine
 
     def catch_up(self, start: Path | None) -> None:
-        """Do the validation that a stopped run left out. Validate and save a new probe, which takes no steps.
+        """Do the validation that was due when the run stopped. A new probe takes no steps: validate and save it here.
 
         Raises `Preempted` if the run is asked to stop.
         """
@@ -273,7 +274,7 @@ class Training:
         return patience is not None and self.state.stale >= patience
 
     def step(self, step: int, recording: Callable[[], str | None]) -> dict[str, Any]:
-        """Take step number `step`, counted from 0. Return its line for metrics.jsonl. `recording`: see `profiled`."""
+        """Take step `step`, counted from 0. Return its line for metrics.jsonl. `recording` comes from `profiled`."""
         job, recipe, ranks, state = self.job, self.job.recipe, self.ranks, self.state
         share = schedule(step, job.steps, recipe.optim.warmup, recipe.optim.schedule)
         set_learning_rate(self.optimizer, share)
@@ -379,7 +380,7 @@ class Training:
 
 @contextmanager
 def advice_if_out_of_memory(advice: str | Callable[[], str]) -> Iterator[None]:
-    """Turn an out-of-memory error in the `with` block into an `InputError` with `advice`. Other errors stay."""
+    """Turn an out-of-memory error in the `with` block into an `InputError` with `advice`. Leave other errors as is."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
@@ -391,7 +392,7 @@ def advice_if_out_of_memory(advice: str | Callable[[], str]) -> Iterator[None]:
 def _work(
     mine: Sequence[MicroBatch], tokens_N: npt.NDArray[np.integer[Any]], numbers: planner.ModelNumbers
 ) -> tuple[int, float]:
-    """Return the number of residues that this rank trains on in a step, and the FLOPs for them."""
+    """Return the number of residues in this rank's micro-batches of a step (`mine`), and the FLOPs to train on them."""
     mine_N = tokens_N[[n for micro in mine if not micro.is_dummy for n in micro.records]].astype(np.int64)
     tokens = int(mine_N.sum())
     attended = float((mine_N**2).sum()) / max(tokens, 1)
@@ -399,14 +400,14 @@ def _work(
 
 
 def _memory_keys(recipe: Recipe) -> dict[str, Any]:
-    """Return the settings in `parallel` that affect memory use. A resumed run cannot change the precision."""
+    """Return the settings in `parallel` that affect memory use, except the precision, which a run cannot change."""
     return recipe.parallel.model_dump(exclude={"start_timeout", "step_timeout", "precision"})
 
 
 def largest_fitting(job: RunInputs, numbers: planner.ModelNumbers, room: int, ranks: World) -> int:
     """Return the largest `batch.tokens_per_rank` that fits into memory; 0 if the longest record does not fit.
 
-    `room` is the memory, in bytes, for weights and all else on the rank with the least memory.
+    `room` is the memory, in bytes, that the rank with the least memory has for weights and all other tensors.
     """
     kernels: dict[str, planner.Device] = {"slices": "cpu", "varlen": "cuda", "padded": "cuda-padded"}
     device = kernels[kernel_name(ranks.device, DTYPES[job.layout.precision])]

@@ -1,4 +1,4 @@
-"""AdamW with its parameter groups and learning rates. The names of its state do not depend on the sharding."""
+"""AdamW with its parameter groups and learning rates. The names of optimizer state do not depend on the sharding."""
 
 import math
 from typing import Literal
@@ -43,8 +43,9 @@ def adamw(model: nn.Module, settings: OptimSettings) -> torch.optim.AdamW:
 
 
 def schedule(step: int, steps: int, warmup: float, kind: Literal["cosine", "linear", "constant"]) -> float:
-    """Return the share of the peak learning rate at a step, counted from 0. It rises linearly, then decays or stays.
+    """Return the share of the peak learning rate at a step, counted from 0.
 
+    It rises linearly to 1 in the first `steps` * `warmup` steps. Then it decays, or stays 1 if `kind` is `constant`.
     The decay would reach 0 one step after the last step, so the last step still changes the weights.
 
     >>> [round(schedule(s, 10, 0.2, "linear"), 2) for s in range(10)]
@@ -80,7 +81,7 @@ def state_tensors(
 
     Missing optimizer state is created as zeros, so that a checkpoint can be loaded into it. A tied weight, which two
     modules share, has one entry. With `trained_only`, leave out what the base model has: frozen parameters, and buffers
-    outside the head (`head.`).
+    whose names do not begin with `head.`.
     """
     tensors = model_tensors(model, trained_only=trained_only)
     weights = {id(p): name for name, p in model.named_parameters()}

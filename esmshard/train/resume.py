@@ -31,10 +31,10 @@ _FREE = (
 
 
 def starting_point(job: RunInputs, resume: str | None) -> Path | None:
-    """Return the checkpoint to continue from. For a new run, remove old files from the directory and return None.
+    """Return the checkpoint to continue from. For a new run, remove RUN_FILES from `job.out` and return None.
 
-    The rank that holds the lock of the directory calls this. Later checkpoints than the returned one are renamed. For
-    arguments and errors see `check_start`.
+    The rank that holds the lock of `job.out` calls this. Checkpoints in `job.out` with more steps than the returned one
+    are renamed. For arguments and errors see `check_start`.
     """
     directory = job.out / "checkpoints"
     if resume is not None:
@@ -62,7 +62,7 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
 
     Raises:
         InputError: every checkpoint is damaged, or the base model has changed.
-        UsageError: the checkpoint has another recipe or other data, or only a finished model is left.
+        UsageError: the checkpoint has another recipe or other data, or `job.out` has a model but no checkpoint.
     """
     if resume is None:
         return None
@@ -92,10 +92,10 @@ def check_start(job: RunInputs, resume: str | None) -> Path | None:
 
 
 def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -> list[dict[str, Any]]:
-    """Return one entry for each change in the planned number of steps or in the kind of device.
+    """Return an entry for the start of a run, and one for each change in its planned `steps` or its kind of device.
 
-    `after` is the number of steps before the change. `saved` is the `state.json` of the checkpoint to continue from, or
-    None for a new run. `steps` and `device` are the present values.
+    `after` is the number of steps done before the change. `saved` is the `state.json` of the checkpoint to continue
+    from, or None for a new run. `steps` and `device` are the present values.
 
     >>> history({"step": 30, "history": [{"after": 0, "steps": 30, "device": "cpu"}]}, 60, torch.device("cpu"))
     [{'after': 0, 'steps': 30, 'device': 'cpu'}, {'after': 30, 'steps': 60, 'device': 'cpu'}]
@@ -107,7 +107,7 @@ def history(saved: Mapping[str, Any] | None, steps: int, device: torch.device) -
 
 
 def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
-    """Return the run's recipe with the values that were chosen on this machine. It is saved with the results."""
+    """Return the recipe that is saved with a run: `auto` and `epochs` are replaced by the values used in the run."""
     batch = job.recipe.batch.model_copy(update={"tokens_per_rank": tokens_per_rank})
     parallel = job.recipe.parallel.model_copy(update={"precision": job.layout.precision})
     train = job.recipe.train.model_copy(update={"steps": job.steps or None, "epochs": None})
@@ -117,7 +117,7 @@ def resolved(job: RunInputs, tokens_per_rank: int | str) -> Recipe:
 def describe_run(job: RunInputs, recipe: Recipe, done: int, ranks: World, history: Sequence[Mapping[str, Any]]) -> None:
     """Write `recipe.yaml` and `versions.json`, and print notices on data and weights.
 
-    One rank calls this, after `done` optimizer steps. A trial of a sweep prints no notices, because the sweep has.
+    One rank calls this, after `done` optimizer steps. A trial prints no notices, because its sweep has printed them.
     """
     replace_text(job.out / "recipe.yaml", recipe_file.dump(recipe))
     facts = {**versions(job.recipe, ranks.device), "processes": ranks.size, "data": provenance(job)}

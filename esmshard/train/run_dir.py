@@ -1,6 +1,7 @@
 """The files `lock.json`, `status.json` and `metrics.jsonl` of a run, and the output of `esmshard status`.
 
-Only the first rank writes these files. Times are in seconds since 1970. A line of `metrics.jsonl` is about an optimizer
+Only the first rank writes these files. Times are in seconds since 1970; `seconds` is the time since the command began,
+and `stall_s` the time in which training waited for a checkpoint. A line of `metrics.jsonl` is about an optimizer
 step, a validation (with the key `split`) or one of these events:
 
     {"event": "attempt", "attempt": 2, "started": T, "time": T, "from_step": 100, "steps_lost": 7, "seconds_lost": 3.5}
@@ -33,7 +34,7 @@ from esmshard.train.tracking import Tracking
 LOCK, STATUS, METRICS = "lock.json", "status.json", "metrics.jsonl"
 SWEEP = "sweep.json"
 TAIL = 1 << 18
-"""The number of bytes at the end of metrics.jsonl that are read for the last step. A line for 64 ranks has 5 KB."""
+"""To find the last step, this number of bytes at the end of metrics.jsonl is read. With 64 ranks, a line has 5 KB."""
 
 State = Literal["running", "preempted", "done", "failed"]
 EXIT_CODES: Mapping[State, int] = {
@@ -42,7 +43,7 @@ EXIT_CODES: Mapping[State, int] = {
     "preempted": ExitCode.REQUEUE,
     "done": ExitCode.DONE,
 }
-"""The exit code of `esmshard status` for each state. Several runs have the first of these states that any run has."""
+"""The exit code of `esmshard status` for each state. Of the states of several runs, the first in this list counts."""
 
 
 class Holder(BaseModel):
@@ -84,12 +85,12 @@ class Holder(BaseModel):
 
 
 class Lock:
-    """The lock of a run directory, which is held in a `with` block and creates the directory.
+    """The lock of a run directory, which is held in a `with` block. The block also creates the directory.
 
-    The lock is a file that is created exclusively (`O_EXCL`). NFS and Lustre support this even if file locks are
-    switched off. A killed run leaves its lock. The next run takes the lock over if the process is gone from this
-    machine, or if both runs are the same job of a scheduler. With `take_over`, it also takes the lock of a process on
-    another machine.
+    The lock is a file that is created only if it does not exist (`O_EXCL`). NFS and Lustre support this even if file
+    locks are switched off. A killed run leaves its lock. The next run takes the lock over if the process is gone from
+    this machine, or if both runs are the same job of a scheduler. With `take_over`, it also takes a lock from a process
+    on another machine.
 
     The block raises `InputError` at its start if another run holds the directory or the directory is not writable.
     """
@@ -135,7 +136,7 @@ class Lock:
         )
 
     def _make_room(self) -> None:
-        """Remove the lock of a run that has ended. Raise `InputError` if the run may still live."""
+        """Remove the lock of another run if this run may take it over (see `Lock`). Otherwise raise `InputError`."""
         try:
             text, age = self._path.read_bytes(), time.time() - self._path.stat().st_mtime
         except FileNotFoundError:
@@ -189,9 +190,9 @@ def _parsed(text: bytes) -> Holder | None:
 
 
 def process_start(pid: int) -> str | None:
-    """Return the start time of a process in clock ticks of the kernel, which tells apart processes with the same id.
+    """Return the start time of a process in clock ticks since the boot. It tells processes with the same id apart.
 
-    Returns an empty text if the system does not show the start, and None if the process has ended.
+    Returns an empty text if the system does not show the time, and None if the process has ended.
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
@@ -271,7 +272,7 @@ def begun_by_this_job(out: Path) -> bool:
 
 
 def last_word(out: Path, code: int) -> str:
-    """Say why a run is not done, with its exit `code`. If it was killed, replace the state `running` by `failed`."""
+    """Say why a run ended with the exit code `code`. If it was killed, also write the state `failed` to status.json."""
     status = _status_as_written(out)
     if status is not None and status["state"] == "running" and abandoned(out) and code != Preempted.exit_code:
         message = "the processes were killed; continue with --resume auto"
@@ -286,8 +287,9 @@ class Attempt:
     """The writer of the lock, `metrics.jsonl` and `status.json` of one attempt at a run. Only the first rank writes.
 
     Use it as `with Attempt(...) as attempt:` around the run. If an error ends the run, the last line of `metrics.jsonl`
-    and the status say so. A refused command leaves the status of an earlier run unchanged. `started` is the start time
-    of the command, in seconds since 1970. `trackers` also show the lines of `metrics.jsonl`.
+    and the status say so. A `UsageError` before `begin` leaves the status of an earlier run unchanged. `started` is the
+    start time of the command, in seconds since 1970. `trackers` are the names of trackers, which also get the lines of
+    `metrics.jsonl`.
     """
 
     def __init__(self, out: Path, started: float, trackers: Sequence[str] = ()) -> None:
@@ -301,7 +303,7 @@ class Attempt:
         return self
 
     def open(self, is_first: bool, steps: int, *, take_over: bool = False) -> None:
-        """Take the lock of the run directory on the first rank. `steps` is the number of steps in the recipe."""
+        """If `is_first`, take the lock of the directory. For `take_over` see `Lock`. The recipe has `steps` steps."""
         self._steps = steps
         if is_first:
             self._lock = Lock(self._out, take_over=take_over).__enter__()
@@ -315,8 +317,8 @@ class Attempt:
             self._lock.check()
 
     def begin(self, done: int, validated: bool = True) -> None:
-        """Begin the attempt after `done` steps. Remove the lines of later steps from metrics.jsonl, and with
-        `validated=False` the line of the validation after step `done`. Both are repeated.
+        """Begin the attempt after `done` steps. Remove the lines of steps after `done` from metrics.jsonl, and with
+        `validated=False` the validation after step `done`. The run repeats what is removed.
         """
         if self._lock is None:
             return
@@ -340,7 +342,7 @@ class Attempt:
         self._tracking.log(known)
 
     def step_done(self, line: Mapping[str, Any]) -> None:
-        """Append the line of an optimizer step to metrics.jsonl and, after the first step, an event."""
+        """Append the line of an optimizer step to metrics.jsonl. After the first step, append `first_step`, too."""
         self.write(**line)
         self._step = int(line["step"])
         if self._first_step:
@@ -348,7 +350,7 @@ class Attempt:
             self.write(event="first_step", seconds=round(time.time() - self._started, 3))
 
     def report(self, state: State, message: str, exit_code: int | None = None) -> None:
-        """Replace status.json in one operation, so that a crash leaves the old or the new file."""
+        """Write the arguments to status.json in one operation, so that a crash leaves the old or the new file."""
         if self._lock is None:
             return
         self._begun = True
@@ -425,8 +427,9 @@ def cut(
 ) -> tuple[list[Mapping[str, Any]], int, float]:
     """Return the lines to keep for a run that continues after `done` steps, the number of lost steps and their seconds.
 
-    Lines of later steps are removed, because these steps will be repeated. Events stay. A killed attempt gets an `end`
-    event, because its last line may be removed. Unless `validated`, the validation after step `done` is removed, too.
+    Lines of steps after `done` are removed, because these steps will be repeated. Events stay. A killed attempt gets an
+    `end` event with its last time, because its last line may be removed. Unless `validated`, the validation after step
+    `done` is removed, too.
 
     >>> cut([{"step": 1, "step_s": 2.0, "time": 12.0}, {"step": 2, "step_s": 2.5, "time": 15.0}], 1)[1:]
     (1, 2.5)
@@ -452,11 +455,11 @@ def goodput(lines: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Sum up how a run used its time, from the lines of its metrics.jsonl. The last attempt may still run.
 
     Returns the number of `attempts`, `steps_lost`, seconds (`lost_s`, `useful_s`, `allocated_s`) and `goodput`. Goodput
-    is useful time divided by allocated time (Google's ML Goodput Measurement), or None.
+    is useful time divided by allocated time (Google's ML Goodput Measurement), or None without allocated time.
 
     - Useful time is the time of optimizer steps (`step_s`, with the wait for data) whose result was kept.
     - Allocated time is the time from the start of an attempt to its `end` event, or to its last line if it was killed.
-      Time between attempts, such as in a queue, is not allocated. An hour counts once for all processes.
+      Time between attempts, such as in a queue, is not allocated. An hour counts once, not for each process.
     - Lost steps are the steps after the checkpoint from which the next attempt continued.
     """
     attempts = lost = 0
@@ -498,9 +501,9 @@ def goodput_text(use: Mapping[str, Any]) -> str:
 def standings(out: Path) -> list[dict[str, Any]]:
     """Return the state of the run or sweep in a directory, or the states of all runs in its subdirectories.
 
-    A state has the entries of `status.json`, corrected for newer steps and for a killed run. It also has `run` (the
-    path), `unit` (what `step` and `steps` count), `holder` (of the lock) and, with a holder, `last_seen` (the time of
-    the last change). The state of a sweep has fewer entries. Raises `UsageError` if no run has begun in the directory.
+    A state has the entries of `status.json`, with the newest step, and the state `failed` for a killed run. It also has
+    `run` (the path), `unit` (what `step` and `steps` count), `holder` (of the lock) and, with a holder, `last_seen`
+    (when the run's files last changed). A sweep has fewer entries. Raises `UsageError` if no run has begun there.
     """
     if (out / SWEEP).is_file():
         return [_of_sweep(out)]
@@ -512,7 +515,7 @@ def standings(out: Path) -> list[dict[str, Any]]:
                 status["step"] = max(steps[-1], status["step"])
             runs.append({"run": str(run), "unit": "step", **status, **_seen(holder(run), run / METRICS, run / STATUS)})
     if not runs:
-        raise UsageError(f"{out}: no run has begun there (it has no {STATUS} of a run); give `out` of a recipe")
+        raise UsageError(f"{out}: no run has begun there (a run would have written {STATUS}); give the path of a run")
     return runs
 
 
@@ -542,7 +545,7 @@ def joint_state(runs: Sequence[Mapping[str, Any]]) -> State:
 
 
 def status_text(runs: Sequence[Mapping[str, Any]]) -> str:
-    """Format states from `standings`, with one line for each run. A single run has further lines."""
+    """Format states from `standings`, with one line for each run. For a single run, add its message and other facts."""
     lines = []
     for run in runs:
         when = f", last seen {duration(time.time() - run['last_seen'])} ago" if run["last_seen"] else ""

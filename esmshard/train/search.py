@@ -1,8 +1,8 @@
 """The search for the best settings of a recipe with Optuna (`esmshard finetune --sweep`).
 
 Each trial is a run with its own processes. The result is `best.yaml`, the recipe with the best settings. The workers of
-a sweep share an Optuna study, which is a database file in the sweep's directory or on a server for several machines.
-Optuna detects lost workers by its heartbeat and queues their trials again, to continue from the newest checkpoint.
+a sweep share an Optuna study. Its database is a file in the sweep's directory, or a server for workers on several
+machines. If a worker sends no more heartbeats, Optuna queues its trial again, to continue from the newest checkpoint.
 """
 
 import json
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 DATABASE, DATABASE_LOCK, TRIALS = "optuna.db", "optuna.lock", "trials"
 BEST, BEST_LOCK = "best.yaml", "best.lock"
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned"}
-"""The state in `sweep.json` of an ended trial, by the state of this trial in Optuna."""
+"""The state of an ended trial in `sweep.json`, by its state in Optuna."""
 TRIALS_BY_DEFAULT = 20
 HEARTBEAT, GRACE = 10, 60
 """A worker reports every HEARTBEAT seconds. After GRACE seconds without a report, its trial is queued again."""
@@ -57,7 +57,7 @@ class Search:
     count: int
     """The total number of trials of all workers."""
     flags: Sequence[str]
-    """Further command-line options for the run of each trial."""
+    """Other command-line options for the run of each trial."""
     max_restarts: int
 
     def __post_init__(self) -> None:
@@ -68,7 +68,7 @@ class Search:
         self._shared_settings = self.settings.model_dump(mode="json", exclude={"storage"})
 
     def check_directory(self, *, goes_on: bool) -> None:
-        """Raise `UsageError` if the sweep's directory has files. With `goes_on`, files of a sweep are allowed."""
+        """Raise `UsageError` if the sweep's directory is not empty. With `goes_on`, it may contain a sweep."""
         is_sweep = (self.out / DATABASE_LOCK).is_file()  # another program may have written sweep.json
         is_empty = not self.out.exists() or (self.out.is_dir() and not any(self.out.iterdir()))
         if not is_empty and not (is_sweep and goes_on):
@@ -104,11 +104,11 @@ class Search:
         return True
 
     def finish(self) -> None:
-        """Write the state `done` to `sweep.json`, after the model with the best settings was trained and tested."""
+        """Write the state `done` to `sweep.json`. Call this after the model with the best settings was tested."""
         replace_json(self.out / SWEEP, read_json(self.out / SWEEP) | {"state": "done"})
 
     def _opened(self) -> "Study":
-        """Open the study of the sweep, or create it. Raise `UsageError` if the study has other settings."""
+        """Open the study of the sweep, or create it. Raise `UsageError` if it is for another recipe or sweep file."""
         import optuna
         from optuna.storages import RDBStorage, RetryHeartbeatStaleTrialCallback
 
@@ -170,7 +170,7 @@ class Search:
         reported, last_read, is_pruned = 0, 0.0, False
 
         def is_over(interval: float = 1.0) -> bool:
-            """Report new validations at most every `interval` seconds. Return whether the trial is pruned."""
+            """Report new validations to Optuna at most every `interval` seconds. Return whether the trial is pruned."""
             nonlocal reported, last_read, is_pruned
             if is_pruned or time.monotonic() < last_read + interval or (status := read_status(run)) is None:
                 return is_pruned
@@ -215,7 +215,7 @@ class Search:
     def _value(self, run: Path) -> float:
         """Return the metric of a run's last validation; NaN if it is undefined.
 
-        If the run keeps its best checkpoint, the best validation replaces the last.
+        If the run keeps its best checkpoint, return the metric of its best validation instead.
         """
         lines, headline = _validations(run), self.task.columns[0]
         chosen = lines[-1]
@@ -284,12 +284,12 @@ def _validations(run: Path) -> list[dict[str, Any]]:
 
 
 def _by_run(trials: "Sequence[Any]") -> dict[str, Any]:
-    """Return the trials by the names of their runs. If a trial was queued again, return only the newer one."""
+    """Return the trials by the names of their runs. If a run has several trials, return the last of them."""
     return {trial.user_attrs.get("run", f"{trial.number:03}"): trial for trial in trials}
 
 
 def _stored(space: SearchSpace, values: Sequence[Any]) -> list[Any]:
-    """Return the values of a recipe key in Optuna's form. Choices become JSON, because a choice may be a list."""
+    """Return values of a recipe key as Optuna stores them. Choices become JSON, because a choice may be a list."""
     return list(values) if space.choices is None else [json.dumps(value) for value in values]
 
 

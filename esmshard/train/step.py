@@ -34,7 +34,7 @@ class StepResult:
     ranks: list[list[float]]
     """The result of `Watch.numbers` on each rank; an empty list without a `Watch`."""
     asked: int
-    """The reason to stop, if any rank was asked to stop; otherwise 0."""
+    """The number of the signal that asks a rank to stop; 0 if no rank is asked."""
 
 
 @dataclass
@@ -74,12 +74,13 @@ def train_step(
     """Compute the gradients of all micro-batches on all ranks, and take one step of AdamW with clipped gradients.
 
     A micro-batch is a batch, its targets and whether it is a dummy. Dummies give each rank the same number of
-    micro-batches. `clip` is the maximum norm of the gradients. `scale` is None except in fp16. `asked` is the reason
-    why this rank was asked to stop, or 0. The ranks exchange `asked` and the times that `watch` measures.
+    micro-batches. `clip` is the maximum norm of the gradients. `scale` is None except in fp16. `asked` is the number
+    of the signal that asks this rank to stop, or 0. The ranks exchange `asked` and the times that `watch` measures.
 
     Losses are summed, and FSDP sums gradients over ranks. Both sums are divided once, by the number of targets on all
-    ranks, so the result does not depend on how records are assigned to ranks and micro-batches. Once a step, the host
-    waits for losses, counts and gradient norms. It adds them in double precision, which Apple's GPUs lack.
+    ranks, so the result does not depend on how records are assigned to ranks and micro-batches. Once in each step,
+    the host waits for losses, counts and gradient norms. The host adds them in double precision, which Apple's GPUs
+    lack.
     """
     optimizer.zero_grad(set_to_none=True)
     parts, residues = [], 0
@@ -122,7 +123,7 @@ def train_step(
 
 
 def too_many_skipped(in_a_row: int, step: int) -> None:
-    """Raise `InputError` after MAX_SKIPPED skipped steps in a row."""
+    """Raise `InputError` if `in_a_row`, the number of skipped steps in a row up to `step`, is MAX_SKIPPED or more."""
     if in_a_row >= MAX_SKIPPED:
         error = InputError(
             f"step {step}: loss or gradient was not finite {in_a_row} times in a row; start again with a lower "

@@ -15,7 +15,7 @@ from esmshard.parallel.launch import environment
 from esmshard.progress import say
 
 WANDB_ID = "wandb-id"
-"""The file with the run's id at Weights & Biases. A later attempt continues the run with this id."""
+"""The file with the run's id at Weights & Biases. When the run is resumed, it has the same id there."""
 TRACKED = ("tensorboard", "wandb", WANDB_ID)
 """The files and directories that trackers leave in a run directory."""
 
@@ -41,9 +41,9 @@ class Tracking:
         self._trackers: dict[str, Any] = {}
 
     def begin(self, done: int, lost: int = 0) -> None:
-        """Open the trackers after `done` steps. The next `lost` steps are repeated.
+        """Open the trackers after `done` steps. The `lost` steps that follow were done before, and are repeated.
 
-        TensorBoard shows the new values of repeated steps. Weights & Biases cannot replace values, and keeps the old.
+        TensorBoard shows the new values of repeated steps. Weights & Biases cannot replace values, and keeps the first.
         """
         self._repeated = range(done + 1, done + lost + 1)
         for name in self._names:

@@ -21,21 +21,6 @@ def _recovered(table: Path, name: str, column: str) -> tuple[float, int]:
     return float(spearmanr(told, [effect[row[name]] for row in rows]).statistic), len(rows)
 
 
-def test_effects_are_recovered_at_positions_that_were_never_seen(tmp_path: Path) -> None:
-    """A third of the variants, and one of five folds, which needs a third of the time."""
-    head, *rows = (shipped("data") / "variants" / "landscape.csv").read_text().splitlines()
-    (tmp_path / "third.csv").write_text("\n".join([head, *rows[::3]]) + "\n")
-    options = ("data.table=third.csv", "data.folds=5", "data.fold=3", "train.epochs=12", "out=run")
-    done = esmshard("finetune", "variants", *options, cwd=tmp_path, timeout=900)
-    assert done.returncode == 0, done.stderr
-    rho, count = _recovered(tmp_path / "run" / "per_protein.csv", "id", "prediction")
-    assert count > 100
-    assert rho > 0.7
-    scores = json.loads((tmp_path / "run" / "evaluation.json").read_text())["metrics"]
-    assert scores["one-hot ridge"]["Spearman"]["value"] is None  # it says the same of all of them, which is not 0
-    assert scores["fine-tuned"]["Spearman"]["value"] > scores["zero-shot"]["Spearman"]["value"] + 0.4
-
-
 @pytest.mark.slow
 def test_effects_are_recovered_over_all_folds(tmp_path: Path) -> None:
     done = esmshard("finetune", "variants", f"out={tmp_path / 'run'}", cwd=tmp_path, timeout=3600)

@@ -101,7 +101,7 @@ def test_several_seeds_are_runs_of_one(tiny_recipe: Path, tmp_path: Path) -> Non
     assert losses(tmp_path / "two" / "seed-3") != losses(tmp_path / "two" / "seed-4")
     assert run.runs["seed-4"].evaluation["recipe"]["train"]["seed"] == 4
     for ask in (lambda: run.metrics, run.model):
-        with pytest.raises(InputError, match=r"several runs; each of \.runs has .*seed-3, seed-4"):
+        with pytest.raises(InputError, match=r"several runs; use \.runs\[NAME\]\.m.*seed-3, seed-4"):
             ask()
     for part in run.runs.values():
         (part.path / "status.json").unlink()

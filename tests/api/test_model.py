@@ -160,7 +160,7 @@ def test_wrong_sequences_variants_and_options_are_named(model: Model) -> None:
         ({"pool": []}, "at least one"),
         ({"layers": 3}, "layers 0 to 2"),
         ({"long": "crop"}, "full, window or truncate"),
-        ({"pool": "contacts", "layers": 1}, "whole model"),
+        ({"pool": "contacts", "layers": 1}, "no layer"),
         ({"tracks": {"3di": "ddd"}}, "takes no track"),
     ]
     for how, token in options:
@@ -260,7 +260,7 @@ def test_variants_of_the_protein_are_predicted(tmp_path: Path) -> None:
     assert (values.shape, found.names) == ((3, 2), ("y", "kd"))
     assert np.abs(found.predict("Q9C") - values[0]).max() <= 1e-5
     assert values.std(0).min() > 1e-3
-    with pytest.raises(InputError, match="K2C: the model sees residues 5 to 20"):
+    with pytest.raises(InputError, match="K2C: the model reads only residues 5 to 20 of the protein"):
         found.predict(["Q9C", "K2C"])
     with pytest.raises(InputError, match=r"variants\[0\]: A9C: residue 9 of the wild type is Q"):
         found.predict(["A9C"])

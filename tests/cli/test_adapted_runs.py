@@ -130,7 +130,7 @@ def test_another_base_is_refused(trained: Callable[[str], Trained], tmp_path: Pa
         assert done.stderr.count("error: ") == 1
         assert "another model (other files); give the model that it was trained on" in done.stderr
         (found.base / "model.safetensors").unlink()
-        with pytest.raises(InputError, match=r"not a complete model; .* needs this base model: .*--base"):
+        with pytest.raises(InputError, match=r"not a complete model.* needs this base model: .*--base"):
             consolidate(found.run, tmp_path / "out")
     finally:
         (found.base / "model.safetensors").write_bytes(kept)
@@ -182,7 +182,7 @@ def test_commands_take_the_adapter_for_the_model(trained: Callable[[str], Traine
     assert merged.keys() == model.keys()
     assert all(torch.equal(tensor, model[name]) for name, tensor in merged.items())
     assert json.loads((tmp_path / "merged" / "esmshard.json").read_text())["format"] == "esmshard-model"
-    with pytest.raises(UsageError, match="adapter: is a model and no run"):
+    with pytest.raises(UsageError, match="adapter: is a model and not a run"):
         consolidate(adapter, tmp_path / "other", base="x")
     with pytest.raises(UsageError, match="exists already"):
         consolidate(found.run, adapter, adapter=True)

@@ -201,7 +201,12 @@ BAD_INPUT: list[tuple[Callable[[Path], object], list[str], int, str]] = [
     (lambda d: (d / "run" / "x").mkdir(parents=True), [], 2, "run: exists already"),
     (lambda d: shutil.rmtree(d / "run"), ["batch.tokens_per_rank=30"], 1, "62 tokens"),
     (shorten_labels, [], 1, "residues in"),
-    (lambda d: (d / "train.fasta").write_text(">a\nMKT\n\n>a\nMKV\n"), [], 1, "train.fasta: 'a' comes twice"),
+    (
+        lambda d: (d / "train.fasta").write_text(">a\nMKT\n\n>a\nMKV\n"),
+        [],
+        1,
+        "train.fasta: id 'a' has two different sequences",
+    ),
 ]
 
 

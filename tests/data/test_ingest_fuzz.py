@@ -277,7 +277,7 @@ def check_store(path: Path, text: str, rules: Rules, on_duplicate: OnDuplicate, 
         except Wrong as error:
             wrong.add(str(error))
         if not kept:
-            wrong.add(": no record is left under these rules")
+            wrong.add(": every record was left out by --on-unknown drop or --long skip")
     if broken:
         wrong |= UNREADABLE
     refused = ""

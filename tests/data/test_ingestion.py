@@ -178,7 +178,7 @@ def test_several_files_are_one_store_and_share_their_ids(monkeypatch: pytest.Mon
     assert ids(ingest([files[0], STDIN], Path("out"), workers=2)) == ["b", "a", "7abc/A", "p"]
     pipe(monkeypatch, b">a\nMM\n")
     assert refusal(lambda: ingest([files[0], STDIN], Path("bad"))).startswith(f"x.fasta, -: {wanted}")
-    assert "can be read once" in refusal(lambda: ingest([STDIN, STDIN], Path("bad")), UsageError)
+    assert "can be read only once" in refusal(lambda: ingest([STDIN, STDIN], Path("bad")), UsageError)
 
 
 def test_a_failing_ingest_leaves_nothing_behind_and_a_good_one_only_the_store() -> None:

@@ -232,7 +232,7 @@ def test_two_columns_of_chains_are_one_record() -> None:
     assert found.sequence == "MKT"
     (found,), _ = read(write("protein,heavy,light\nP1,MKT,MKV\n"))
     assert (found.id, found.sequence) == ("P1", "MKT:MKV")
-    assert "has several pairs of chain columns (heavy, light and chain_a, chain_b); rename the unwanted ones" in (
+    assert "has several pairs of chain columns (heavy, light and chain_a, chain_b); rename the unwanted pairs" in (
         refusal("heavy,light,chain_a,chain_b\nM,K,M,K\n")
     )
     assert "has '2' at position 5" in refusal("heavy,light\nMKT,2\n")

@@ -29,7 +29,7 @@ from esmshard.tasks.base import Task, collate
 from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import StepResult, train_step
 
-STEPS = 3
+STEPS = 2
 SHARES: dict[int, list[list[list[int]]]] = {
     1: [[[0, 1, 2, 3], [4, 6], [7, UNLABELLED]]],
     2: [[[0, 1, 2], [3, 4], [6, 7]], [[UNLABELLED]]],

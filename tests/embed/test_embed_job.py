@@ -225,7 +225,7 @@ def test_what_cannot_be_done_is_refused(given: Given, monkeypatch: pytest.Monkey
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("x.tsv", {}, "no format 'tsv'"),
         ("x.npy", {"fmt": "hdf"}, "no format 'hdf'"),
-        ("x.npy", {"pools": ["residue"]}, "npy has a place for mean, max, cls"),
+        ("x.npy", {"pools": ["residue"]}, "npy can store mean, max, cls, but not residue"),
         ("x.npy", {"pools": ["median"]}, "--pool median"),
         ("x.npy", {"layers": [-4]}, "layers 0 to 2"),
         ("x.npy", {"layers": [3]}, "layers 0 to 2"),

@@ -246,7 +246,7 @@ def test_safetensors_has_a_tensor_a_record_and_output(tmp_path: Path) -> None:
 
 def test_a_header_that_safetensors_would_not_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "x.safetensors"
-    with pytest.raises(UsageError, match=r"header .* no room for the names .* write them to x.h5"):
+    with pytest.raises(UsageError, match=r"header .* no room for the names .* use --format h5"):
         suits("safetensors", [MEAN], "fp32", out, records=1_500_000, id_bytes=15_000_000)
     suits("safetensors", [MEAN], "fp32", out, records=1_000_000, id_bytes=20_000_000)
     monkeypatch.setattr(SafetensorsFormat, "header", 1400)
@@ -363,8 +363,8 @@ def test_an_error_leaves_what_was_there_and_nothing_else(tmp_path: Path, fmt: st
 def test_what_a_format_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cases: list[tuple[str, list[Output], Any, str]] = [
         ("tsv", [MEAN], "fp32", "no format 'tsv'"),
-        ("npy", [RESIDUE], "fp32", "none for residue_6"),
-        ("csv", [MEAN, CLS], "fp32", "csv holds one output"),
+        ("npy", [RESIDUE], "fp32", "not residue_6"),
+        ("csv", [MEAN, CLS], "fp32", "csv can store only one output"),
         ("npy", [MEAN], "bf16", "not bf16"),
         ("biotrainer-h5", [LOGITS], "fp32", "none for logits"),
         ("parquet", [ATTENTIONS], "fp32", "--format h5 or npz or zarr"),

@@ -132,7 +132,7 @@ def test_a_model_is_not_converted_onto_itself(fine_tuned: Path, tmp_path: Path) 
     before = {path.name: path.read_bytes() for path in fine_tuned.iterdir()}
     cases = [(fine_tuned, fine_tuned), (fine_tuned / "model.safetensors", fine_tuned), (fine_tuned, tmp_path)]
     for source, out in [*cases, (tmp_path / "link", fine_tuned), (fine_tuned, tmp_path / "link")]:
-        with pytest.raises(UsageError, match="holds the model to read"):
+        with pytest.raises(UsageError, match="contains the model that is to be converted"):
             consolidate(source, out, overwrite=True)
     assert {path.name: path.read_bytes() for path in fine_tuned.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "tuned"]

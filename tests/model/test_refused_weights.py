@@ -95,7 +95,7 @@ ALTERED: dict[str, tuple[Callable[[Path], Any], str, str]] = {
     "a layer more": (more("esm.encoder.layer.2.output.dense.bias", 32), "", "layers.2.fc2.bias do not belong"),
     "a head of another model": (more("structure_head.weight", 32), "", "esm.structure_head.weight do not belong"),
     "`tie_word_embeddings: false`": (more("lm_head.decoder.weight", 33, TINY.dim), "", "lm_head.weight differs from"),
-    "another shape": (more("lm_head.bias", 64), "", "lm_head.bias is [64] and must be [33]"),
+    "another shape": (more("lm_head.bias", 64), "", "lm_head.bias has shape [64] and must have [33]"),
     **{
         f"{value} in {name}": (last_of(key, value), "", f"{name} holds a value that is not finite")
         for value in (torch.nan, torch.inf)
@@ -198,7 +198,7 @@ def test_a_pt_file_with_wrong_sizes(tmp_path: Path, reference: FairEsm) -> None:
     for name, value, token in (
         ("encoder_attention_heads", 5, "multiple of"),
         ("encoder_layers", 3, "layers.2."),
-        ("encoder_embed_dim", 64, "must be"),
+        ("encoder_embed_dim", 64, "must have"),
         ("encoder_ffn_embed_dim", 100, "ffn_embed_dim is 100"),
     ):
         file = write_fair_esm(tmp_path / f"{name}.pt", reference)

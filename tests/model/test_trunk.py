@@ -41,5 +41,5 @@ def test_layers_come_as_asked_whatever_the_order(model: ESM2) -> None:
     assert set(last.representations) == {3}
     assert (none.representations, none.logits_PV, last.logits_PV) == ({}, None, None)
     for layers in ((4,), (-1,), (0, 3, 99)):
-        with pytest.raises(ValueError, match="this model has 0 to 3"):
+        with pytest.raises(ValueError, match="this model has layers 0 to 3"):
             model(batch, layers=layers)

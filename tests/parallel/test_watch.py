@@ -134,7 +134,7 @@ def test_a_rank_that_waits_for_data_is_named_once_until_it_is_well_again(clock: 
     bad = [rank(), rank(data_wait_s=0.7), rank()]
     warnings = [watch.report(rows)[1] for rows in [bad] * 30]
     assert [len(messages) for messages in warnings] == [0] * 19 + [1] + [0] * 10
-    assert warnings[19][0].startswith("rank 1 (host node1) waits for data, and all wait for it: 0.7 s per step, ")
+    assert warnings[19][0].startswith("rank 1 (host node1) waits for data, and the others wait for this rank: 0.7 s ")
     warnings = [watch.report(rows)[1] for rows in [good] * 15 + [bad] * 12]
     # In ten of the last twenty steps: the median lies between.
     assert [len(messages) for messages in warnings] == [0] * 24 + [1] + [0] * 2

@@ -19,10 +19,10 @@ from esmshard.vocab import CLS, EOS, chain_spans, is_residue
 Long = Literal["crop", "window", "full", "skip", "error"]
 
 FIXED = "fixed"
-"""The random seed `Example.draw` outside training."""
+"""The value of `Example.draw` outside training."""
 SEEN = "seen_in_training.txt"
-"""The file of a model directory with the ids of training and validation records, one per line. A prediction for such a
-record is no test of the model.
+"""The file in a model directory that lists the ids of the training and validation records, one per line. A prediction
+for one of these records does not test the model.
 """
 
 
@@ -51,7 +51,7 @@ class Store(Protocol):
 
     @property
     def manifest(self) -> dict[str, Any]:
-        """Facts about the store by name: `residues` is the total number of residues."""
+        """Facts about the store by name. The fact `residues` is the total number of residues."""
 
     @property
     def digest(self) -> str:
@@ -68,7 +68,7 @@ class Store(Protocol):
 
 @dataclass(frozen=True)
 class Example:
-    """The tokens, labels and tracks of a record or of a part of a record, as tasks read them."""
+    """The tokens, labels and tracks of a record or of a part of a record."""
 
     id: str
     tokens: npt.NDArray[np.uint8]
@@ -76,7 +76,7 @@ class Example:
     labels: Mapping[str, npt.NDArray[Any]]
     """The label arrays by name, for the whole protein or for each residue, [L, ...]."""
     draw: str = FIXED
-    """The random seed, `SEED:EPOCH` in training and FIXED otherwise. Random choices depend on seed and id."""
+    """The random seed: `SEED:EPOCH` in training, FIXED otherwise. Random choices depend on `draw` and `id`."""
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """The track values of all tokens, [L + 2, ...], by track name."""
 
@@ -94,11 +94,12 @@ class Examples:
         seed: the random seed of the recipe. Crops depend on seed, epoch and id, never on rank or batch.
         members_N: whether each record belongs to the set, bool [N]; by default true for all records.
         digest: a hash of the sequences, their order and `members_N`; by default the digest of the store.
-        apart: whether the model reads each chain of a record as a separate sequence. Then `max_length` limits chains.
+        apart: whether the model reads each chain of a record as a separate sequence. If true, `max_length` is the
+            maximum length of a chain, not of a record.
 
     Raises:
-        InputError: a record is longer than `max_length` and `long` is `error`; or linkers leave no room for chains; or
-            no record is left.
+        InputError: a record is longer than `max_length` and `long` is `error`; or `max_length` has no room for the
+            chains beside the linkers; or no record is left.
     """
 
     def __init__(
@@ -144,7 +145,7 @@ class Examples:
         self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
         """The number of tokens of each example after cropping, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
-        """The number of additional tokens in every micro-batch: for variants, the tokens of the wild type."""
+        """The number of tokens to add to every micro-batch: the tokens of the wild type for variants, else 0."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -158,12 +159,12 @@ class Examples:
         return hashlib.sha256(f"{digest} {self.tracks.digest}".encode()).hexdigest()
 
     def add_tracks(self, tracks: RecordTracks) -> None:
-        """Add tracks to all examples, and notices about them."""
+        """Add tracks to all examples, and add notices about the tracks."""
         self.tracks = tracks
         self.notices += tracks.notices(np.unique(self._record_E))
 
     def get(self, n: int, epoch: int | None = None) -> Example:
-        """Return example n of an epoch. Without an epoch, records are not cropped at random.
+        """Return example n of an epoch. If `epoch` is None, records are not cropped, but windows are still cut.
 
         A crop or window begins with `<cls>` and ends with `<eos>`, even inside the protein.
         """
@@ -187,7 +188,7 @@ class Examples:
         return Example(record_id, tokens, labels, FIXED if epoch is None else draw, tracks)
 
     def id(self, n: int) -> str:
-        """Return the id of example n, with a range of residues for a window: `P01308/1-30`."""
+        """Return the id of example n. The id of a window also has its range of residues: `P01308/1-30`."""
         record = int(self._record_E[n])
         record_id = self.store.id(record)
         windows = self._windows(record) if self._long == "window" else None
@@ -220,7 +221,7 @@ class Examples:
         return ChainWindows(((0, length),), (self._max_length,))
 
     def _shorten(self, long: Long, max_length: int, lengths: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """Shorten records over `max_length` residues. Return the length of each example, int32 [E]."""
+        """Crop, cut or leave out (`long`) records over `max_length` residues. Return the length of each example [E]."""
         over = np.flatnonzero(lengths > max_length)
         first = self.store.id(int(self._record_E[over[0]]))
         if long == "error":
@@ -233,7 +234,7 @@ class Examples:
         more = ", ..." if len(over) > 1 else ""
         if long == "skip":
             if len(over) == len(lengths):
-                raise InputError(f"{self.path}: every record is longer than {max_length:,}; raise data.max_length")
+                raise InputError(f"{self.path}: every record is longer than data.max_length, {max_length:,}; raise it")
             self.notices.append(f"{count} left out ({shown(first)}{more})")
             self._record_E = record_E[lengths <= max_length]
             self._window_E = self._window_E[: len(self._record_E)]
@@ -255,15 +256,15 @@ class Examples:
 
 
 def _of_chains(store: Store) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """Return for each record the length of its longest chain, and the total token number of its chains, int32 [N]."""
+    """Return the length of the longest chain, and the number of tokens of all chains, of each record, int32 [N]."""
     chains = [[end - start for start, end in chain_spans(store.residues(n))] for n in range(len(store))]
     tokens = [sum(lengths) + 2 * len(lengths) for lengths in chains]
     return np.array(list(map(max, chains)), dtype=np.int32), np.array(tokens, dtype=np.int32)
 
 
 def digests(data: Examples, batches: Sequence[MicroBatch], epoch: int) -> dict[bytes, str]:
-    """Return the id of each example in `batches` by a hash of its number, id and tokens. Dummy micro-batches are left
-    out.
+    """Return a dict from hash to id of each example in `batches`. The hash is of the index, id and tokens of the
+    example. Dummy micro-batches are left out.
     """
     id_of: dict[bytes, str] = {}
     for n in (n for batch in batches if not batch.is_dummy for n in batch.records):

@@ -24,7 +24,9 @@ from esmshard.errors import InputError
 Integers = npt.NDArray[np.int64]
 
 WINDOW = 64
-"""The minimum number of steps in a window, unless the epoch has fewer steps. To resume a run, one window is planned."""
+"""The minimum number of steps in a window, unless the epoch has fewer steps. A resumed run computes the plan of one
+window, not of all earlier steps.
+"""
 SCORED_TOKENS = 4096
 """The maximum number of tokens in a batch of the final evaluation, unless the batch is a single longer record."""
 SLACK = 160
@@ -87,7 +89,7 @@ class StepPlan:
         self._epoch, self._window = -1, -1
 
     def step(self, number: int) -> tuple[int, Integers]:
-        """Return the epoch and the record numbers of a step. Steps are counted from 0 through all epochs."""
+        """Return the epoch and the record indices of step `number`. Steps are counted from 0 through all epochs."""
         epoch, position = divmod(number, self.steps_per_epoch)
         if epoch != self._epoch:
             self._order = _shuffled(len(self._lengths), self._seed, epoch)
@@ -100,7 +102,7 @@ class StepPlan:
         return epoch, self._steps[position - self._first_steps[window]]
 
     def _records_of(self, window: int) -> Integers:
-        """Return the record numbers of a window of the current epoch, in random order."""
+        """Return the record indices of a window of the current epoch, in random order."""
         count, n_windows = len(self._lengths), self._n_windows
         if n_windows == 1:
             return self._order.astype(np.int64)
@@ -113,11 +115,11 @@ class StepPlan:
         return shuffled
 
     def _drawn(self, n: int, what: int) -> npt.NDArray[np.uint64]:
-        """Return n random numbers that depend only on the seed, the current epoch and `what`."""
+        """Return n random numbers. They depend only on the seed, the current epoch, and the use `what` (a number)."""
         return np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch, what))).random_raw(n)
 
     def _fill_window(self, window: int) -> list[Integers]:
-        """Return the record numbers of each step of a window of the current epoch. The steps are in random order."""
+        """Return the record indices of each step of a window of the current epoch. The steps are in random order."""
         records = self._records_of(window)
         tokens = self._lengths[records].astype(np.int64)
         n_steps = self._first_steps[window + 1] - self._first_steps[window]
@@ -131,8 +133,8 @@ class StepPlan:
         return [records[step] for step in steps]
 
     def _small(self, tokens: Integers, n_steps: int, longer: int) -> Integers:
-        """Assign the records that fit into a step to `n_steps` steps, and return the step of each record. `longer` is
-        the number of records in the window that are longer than a step.
+        """Assign the records that fit into a step to `n_steps` steps, and return the step of each record. `tokens` has
+        their numbers of tokens. `longer` is the number of records of the window that do not fit into a step.
         """
         within = int(tokens.sum()) // n_steps // 256
         # Sorted by exact length, a small data set would get the same steps in every epoch. So round to powers of 2.
@@ -156,7 +158,8 @@ class StepPlan:
 
 
 def _windows(longest_first: npt.NDArray[np.integer[Any]], wanted: int, max_tokens: int) -> tuple[int, int, Integers]:
-    """Return the number of windows of an epoch, the number of steps of a full window, and a pattern.
+    """Return the number of windows of an epoch, the number of steps of a full window, and a pattern. `wanted` is the
+    minimum number of steps of the epoch.
 
     If the k-th longest record of a window goes to step `pattern[k]`, no step exceeds `max_tokens`, except a step with a
     single longer record. Several numbers of windows are tried. The number with the fewest steps per epoch is returned.
@@ -197,7 +200,7 @@ def _shuffled(n: int, seed: int, epoch: int) -> npt.NDArray[np.unsignedinteger[A
     """Return the numbers 0 to n - 1 in the random order of this seed and epoch, as the smallest possible integer type.
 
     The lower bits of n random numbers are replaced by 0 to n - 1, and the results are sorted. The order of
-    `Generator.permutation` may change with the version of numpy, but raw random numbers never change (NEP 19).
+    `Generator.permutation` may change between versions of numpy, but raw random numbers never change (NEP 19).
     """
     bits = n.bit_length()
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(n)
@@ -261,8 +264,8 @@ def assign(
 
 
 def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
-    """Return a lower bound for the number of bins that records need. Each bin has room for `tokens` tokens. The bound
-    is exact for records of equal length.
+    """Return a lower bound for the number of bins that records of these `lengths` need. Each bin has room for `tokens`
+    tokens. The bound is exact for records of equal length.
 
     A bin has room for at most j records that are longer than 1 / (j + 1) of the bin (Martello & Toth 1990, chapter 8).
     For example, 16,384 tokens have room for 56 records of 288 tokens, although 16,384 / 288 is 56.9.
@@ -278,7 +281,7 @@ def fewest_bins(lengths: npt.NDArray[np.integer[Any]], tokens: int) -> int:
 def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tuple[Integers, Integers]:
     """Assign records to `n_bins` bins. Return the bin of each record, and the number of tokens in each bin.
 
-    Each record of the queue goes to the lightest bin, or to the first of equally light bins. (Graham 1969: if the
+    In the order of `queue` (record indices), each record goes to the bin with the fewest tokens. (Graham 1969: if the
     longest records come first, the heaviest bin has at most 4/3 of the optimum.) Then records are swapped, see `_even`.
     No bin is empty unless there are fewer records than bins. Every sort is stable, so all ranks get the same result.
     """
@@ -301,7 +304,9 @@ def _balanced(tokens: Integers, queue: Integers, n_bins: int, within: int) -> tu
 
 
 def _even(tokens: Integers, bins: Integers, loads: Integers, within: int) -> None:
-    """Swap records of the heaviest bin in place, until all bins differ by at most `within` tokens or no swap helps."""
+    """Swap records of the heaviest bin until all bins differ by at most `within` tokens, or until no swap helps.
+    `bins` (the bin of each record) and `loads` (the number of tokens in each bin) are changed in place.
+    """
     while True:
         heaviest, lightest_bin = int(loads.argmax()), int(loads.argmin())
         if loads[heaviest] - loads[lightest_bin] <= within:

@@ -25,7 +25,7 @@ def npz_beside(fasta: Path) -> Path:
 
 
 def read_arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    """Return all arrays of an `.npz` file by name. Raises `InputError` if the file cannot be read or has pickles."""
+    """Return all arrays of an `.npz` file by name. Raises `InputError` if the file cannot be read."""
     try:
         with zipfile.ZipFile(path):  # np.load would also accept a file with a single array.
             file = np.load(path, allow_pickle=False)
@@ -51,7 +51,7 @@ class CoordinateLabels:
     def __init__(self, fasta: Path, store: TokenStore) -> None:
         path = npz_beside(fasta)
         if not path.exists():
-            raise InputError(f"{path}: no such file of coordinates for {fasta.name}; add it, or name structure files")
+            raise InputError(f"{path}: no such file of coordinates for {fasta.name}; add it, or give structure files")
         arrays = read_arrays(path)
         try:
             names, seqs, offsets = arrays["names"], arrays["seqs"], arrays["offsets"]
@@ -63,7 +63,9 @@ class CoordinateLabels:
             raise InputError(f"{path}: cb_dA is {kind}, not uint16 [residues, 3]; make the file again")
         flat = all(array.ndim == 1 for array in (names, seqs, offsets))
         if not flat or len(offsets) != len(names) + 1 or len(seqs) != len(names) or offsets[-1] != len(self._cb_dA):
-            raise InputError(f"{path}: names, seqs, offsets and cb_dA do not fit each other; make the file again")
+            raise InputError(
+                f"{path}: the sizes of names, seqs, offsets and cb_dA do not fit each other; make the file again"
+            )
 
         row = {str(name): k for k, name in enumerate(names)}
         self._rows: list[slice] = []
@@ -76,7 +78,7 @@ class CoordinateLabels:
             if rows.stop - rows.start != length:
                 raise InputError(
                     f"{path}: record '{record_id}' has labels for {rows.stop - rows.start} residues, but {length} "
-                    f"residues in {fasta}; align the labels to the full sequence, {UNRESOLVED} where unresolved"
+                    f"residues in {fasta}; give each residue a label, {UNRESOLVED} if unresolved"
                 )
             if str(seqs[k]) != decode(store.residues(n)):
                 raise InputError(
@@ -86,7 +88,7 @@ class CoordinateLabels:
         self._store = store
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[np.float32]]:
-        """Return `cb` of record n: Cb coordinates, float32 [L, 3], in Angstrom; NaN if unresolved or in a linker."""
+        """Return the Cb coordinates of record n as `cb`, float32 [L, 3], in Angstrom; NaN if unresolved or a linker."""
         residue_L = is_residue(self._store.residues(n))
         cb_dA_L3 = np.full((len(residue_L), 3), UNRESOLVED, np.uint16)
         cb_dA_L3[residue_L] = self._cb_dA[self._rows[n]]
@@ -123,7 +125,7 @@ def contact_labels(cb_L3: npt.NDArray[np.float32]) -> npt.NDArray[np.int8]:
 
 
 def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_]) -> npt.NDArray[np.int8]:
-    """Copy contact labels, with -1 for pairs with a linker token, and -2 on the diagonal for each linker token."""
+    """Return a copy of contact labels: -1 for each pair with a linker token, but -2 for a linker token with itself."""
     marked_LL = labels_LL.copy()
     marked_LL[linker_L] = marked_LL[:, linker_L] = UNDEFINED
     marked_LL[linker_L, linker_L] = LINKER
@@ -131,7 +133,7 @@ def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_
 
 
 def chain_numbers(labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.intp]:
-    """Return the chain number of each token, int [L].
+    """Return the chain number of each token, int [L]. `labels_LL` is the result of `mark_linkers`.
 
     >>> linker_L = np.array([False, False, True, True, False])
     >>> chain_numbers(mark_linkers(np.zeros((5, 5), np.int8), linker_L)).tolist()

@@ -1,4 +1,4 @@
-"""Opens the source of labels: a label file for all splits, an `.npz` file for each FASTA file, or the records.
+"""Opens the source of labels: a label file for all splits, an `.npz` file per FASTA file, or the records themselves.
 
 A FASTA file of labels has labels in place of sequences. FLIP's `sampled.fasta` has a label letter for each residue,
 FLIP's `mask.fasta` has 0 or 1 for each residue. White space is removed; no other character is changed.
@@ -32,7 +32,7 @@ class LabelRecord:
     text: str
     """The labels without white space."""
     line: int
-    """The line number of the header, counted from 1."""
+    """The line number of the header in the file, counted from 1."""
 
 
 def read_label_fasta(path: Path) -> Iterator[LabelRecord]:
@@ -74,8 +74,8 @@ _FASTA = re.compile(r"\.(fasta|faa|fa)(\.(gz|bz2|xz|zst))?$", re.IGNORECASE)
 def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
     """Return the labels of a recipe: a table, or the path of a FASTA file of labels; None if the headers have labels.
 
-    Without the key `data.labels`, the labels of a table of sequences are in this table. The labels of a FASTA file are
-    in the `.npz` file with the same name, if this file has an array with the first name in `data.target`. Raises
+    If `data.labels` is None, a table of sequences also has the labels. For a FASTA file, the labels are then in the
+    `.npz` file with the same name, if this file has an array with the first name in `data.target`. Raises
     `UsageError` if `data.id_column` is set, but the labels are not in a table.
     """
     source: Table | Path | None = None
@@ -115,7 +115,7 @@ def read_npz(path: Path) -> Table:
     """Make a table from an `.npz` file: each array with a string or number for each record becomes a column.
 
     The array `names` becomes the column `id`, and the array `seqs` the column `sequence`. Raises `InputError` if the
-    file cannot be read, has no array `names` of strings, or has an array `seqs` that does not fit.
+    file cannot be read, has no array `names` of strings, or `names` and `seqs` differ in size.
     """
     arrays = read_arrays(path)
     names = arrays.get("names")
@@ -127,5 +127,5 @@ def read_npz(path: Path) -> Table:
         if values.shape == names.shape and values.dtype.kind in "Ubiuf"
     }
     if "seqs" in arrays and "sequence" not in columns:
-        raise InputError(f"{path}: names and seqs do not fit each other; make the file again")
+        raise InputError(f"{path}: the sizes of names and seqs do not fit each other; make the file again")
     return Table(path, columns, list(range(1, len(names) + 1)))

@@ -24,7 +24,7 @@ _LETTERS = str.maketrans(string.ascii_lowercase + "J", string.ascii_uppercase.re
 
 
 def label_column(table: Table, names: Sequence[str]) -> str:
-    """Return the only column with a name in `names`. Raise `InputError` if no column or several columns match."""
+    """Return the name of the only column with a name in `names`. Raises `InputError` if there are none or several."""
     column = table.only_column(names, NAME_LABEL)
     if column is None:
         raise InputError(f"{table.path}: has no column 'target' or 'label'; {listed(table.columns)}; {NAME_LABEL}")
@@ -100,7 +100,7 @@ def rows_of_records(
                 given = table.columns[sequence_column][matching]
                 if given and _tokens(table, matching, sequence_column, linker) != store.residues(n).tobytes():
                     where = f"{table.where(matching)}: {shown(record_id)}"
-                    raise InputError(f"{where} has another sequence in {fasta}; correct one of them")
+                    raise InputError(f"{where} has another sequence in {fasta}; correct one sequence")
         if matching is not None:
             used_R[matching] = True
             row_N[n] = matching if labelled_R[matching] else -1
@@ -147,7 +147,7 @@ def _sequences(table: Table, id_column: str) -> str | None:
 
 
 def _tokens(table: Table, row: int, column: str, linker: int) -> bytes:
-    """Convert the sequence in a cell to tokens, as the FASTA reader does."""
+    """Convert the sequence in a cell to tokens, as the FASTA reader does. `linker` is the token between chains."""
     letters = "".join(table.columns[column][row].split()).removesuffix("*").translate(_LETTERS)
     try:
         return encode_residues(letters, linker)
@@ -156,5 +156,5 @@ def _tokens(table: Table, row: int, column: str, linker: int) -> bytes:
 
 
 def _digest(tokens: bytes) -> bytes:
-    """Hash a sequence to 16 bytes, so that long proteins need no more memory than short proteins."""
+    """Hash the tokens of a sequence to 16 bytes. A long protein then needs as little memory as a short one."""
     return hashlib.blake2b(tokens, digest_size=16).digest()

@@ -153,7 +153,7 @@ def _table_numbers(table: Table, columns: Sequence[str]) -> npt.NDArray[np.float
     if len(large):
         row, t = map(int, large[0])
         cell = table.columns[columns[t]][row]
-        raise InputError(f"{table.where(row)}: column {shown(columns[t])} has {shown(cell)}, too large for float32")
+        raise InputError(f"{table.where(row)}: column {shown(columns[t])} has {shown(cell)}; 3.4e38 is the maximum")
     return values_RT.astype(np.float32)
 
 
@@ -173,7 +173,7 @@ def _classes_of(matrix: Any, row: int) -> npt.NDArray[np.int32]:
 
 
 def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int]:
-    """Return the indices of the cells of a row that are 1 or true."""
+    """Return the indices of the cells of a row that have the value 1 or true. `where` begins the error message."""
     truths = [TRUTH.get(text.lower()) for text in cells]
     if any(cells) and None in truths:
         c = truths.index(None)
@@ -182,7 +182,7 @@ def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int
 
 
 def _classes(text: str, kind: Kind, where: str, edits: Edits) -> list[str]:
-    """Return the distinct class names in a cell. Only kind `multilabel` allows several names."""
+    """Return the distinct class names in the cell `text`. Only kind `multilabel` allows several names."""
     pieces = text.split(";") if kind == "multilabel" else [text]
     names = [name for piece in pieces if (name := piece.strip())]
     for k, name in enumerate(names):

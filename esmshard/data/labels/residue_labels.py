@@ -6,7 +6,7 @@
 | a FASTA file with labels in place of sequences | `DVCD` | `MASK=1101` in its headers, or a mask file |
 | a table | a column with cells such as `DVCD` | a mask file |
 
-A mask file is a FASTA file with a mask such as `1101` in place of each sequence. A residue with 0 has no label.
+A mask file is a FASTA file with a mask such as `1101` in place of each sequence. A residue with mask 0 has no label.
 """
 
 import re
@@ -55,7 +55,7 @@ class ResidueLabels:
 
 
 class _RecordLabels(NamedTuple):
-    """The labels of one protein as text. `n` is the record number, or None if the store does not have the protein."""
+    """The labels of one protein as text. `n` is its record index in the store; None if the store does not have it."""
 
     n: int | None
     id: str
@@ -139,7 +139,7 @@ def residue_labels(
             if unknown := [letter for letter in map(chr, sorted(new)) if classes and letter not in classes]:
                 at = int(np.argmax(labels_L == ord(unknown[0]))) + 1
                 label = f"the class {shown(unknown[0])} at position {at}"
-                raise InputError(f"{where} has {label}, which is none of {classes}; correct it, or set task.classes")
+                raise InputError(f"{where} has {label}, which is none of {classes}; correct it, or extend task.classes")
             codes |= new
         if not (labels_L.any() if kind == "class" else np.isfinite(labels_L).any()):
             edits.add("no residue has a label", record.id)
@@ -167,12 +167,12 @@ def _residues(store: TokenStore, n: int) -> npt.NDArray[np.bool_]:
 
 
 def _joined(text: str, residue_L: npt.NDArray[np.bool_], between: str = "") -> str:
-    """Replace each `:` of `text` by `between` if the record has linkers."""
+    """Replace each `:` of `text` by `between` if the record has linkers (`residue_L` is false for linkers)."""
     return text if residue_L.all() else text.replace(BETWEEN, between)
 
 
 def _masks(store: TokenStore, fasta: Path, path: Path) -> dict[int, npt.NDArray[np.bool_]]:
-    """Read a mask file. Return the mask of each record number, bool [L]. Every record needs a mask."""
+    """Read a mask file. Return the mask of each record by its index, bool [L]. A record without a mask is an error."""
     mask_of, line_of = dict[int, npt.NDArray[np.bool_]](), dict[int, int]()
     for record in read_label_fasta(path):
         n, where = store.find(record.id), f"{path}:{record.line}: record {shown(record.id)}"

@@ -93,13 +93,15 @@ def by_position(
 
     Args:
         positions: the changed positions of each of N variants, counted from 0.
-        shares: the relative sizes of the sets, in numbers of changes.
+        shares: the relative sizes of the sets. The size of a set is the number of changes at its positions. The
+            methods `modulo` and `contiguous` use only the number of shares.
         seed: the random seed.
         by: `position`: positions go to sets at random, and folds have nearly equal numbers of changes. `modulo`: the
-            i-th changed position goes to fold i mod K. `contiguous`: each fold is a part of the sequence, and the
-            numbers of changed positions differ by at most 1. `modulo` and `contiguous` are the folds of ProteinGym
-            (`create_folds_by_position_modulo` and `create_folds_by_contiguous_position_discontiguous` in ProteinNPT,
-            Notin et al. 2023), but ProteinGym drops variants with several changes.
+            i-th changed position goes to fold i mod K, with i from 0. `contiguous`: each fold has neighbouring changed
+            positions, and the folds differ by at most 1 in the number of positions. `modulo` and `contiguous` are the
+            folds of ProteinGym (`create_folds_by_position_modulo` and
+            `create_folds_by_contiguous_position_discontiguous` in ProteinNPT, Notin et al. 2023), but ProteinGym drops
+            variants with several changes.
 
     Raises:
         InputError: a set would be empty, or there are fewer changed positions than sets.
@@ -121,7 +123,10 @@ def by_position(
         left = (
             f"{(number_N == LEFT_OUT).sum():,} of {counted(len(positions), 'variant')} change positions of several sets"
         )
-        raise InputError(f"{len(empty)} of {sets} sets would be empty, since {left}; split by mutations, or at random")
+        raise InputError(
+            f"{len(empty)} of {sets} sets would be empty, since {left}; pass --by mutations or ratio, or set "
+            "data.split to mutations or random"
+        )
     return number_N
 
 
@@ -137,7 +142,9 @@ def by_mutation_count(
     count_N = np.asarray(counts)
     number_N = _below(count_N <= train_max, count_N > 0, names, shares, seed)
     if not (number_N == TEST).any():
-        raise InputError(f"the test set is empty: no variant has more than {train_max} changes; lower train_max")
+        raise InputError(
+            f"the test set is empty: no variant has more than {train_max} changes; lower --train-max or data.train_max"
+        )
     return number_N
 
 
@@ -158,13 +165,13 @@ def low_to_high(
     number_N = _below(value_N <= limit, np.ones(len(value_N), dtype=np.bool_), names, shares, seed)
     number_N[np.isnan(given_N)] = LEFT_OUT
     if not (number_N == TEST).any():
-        raise InputError(f"no value is above {limit:g}, so the test set would be empty; lower train_max")
+        raise InputError(f"no value is above {limit:g}, so the test set would be empty; lower --train-max")
     return number_N
 
 
 def sets_of_fold(fold_N: Numbers, fold: int, folds: int) -> Numbers:
     """Return the set of each record in round `fold` of a cross-validation. Fold `fold` is the test set, the next fold
-    is the validation set, and all other folds are the training set.
+    (fold 0 after the last fold) is the validation set, and all other folds are the training set.
 
     >>> sets_of_fold(np.array([0, 1, 2, 3, -1]), 3, 4).tolist()
     [1, 0, 0, 2, -1]
@@ -177,7 +184,7 @@ def sets_of_fold(fold_N: Numbers, fold: int, folds: int) -> Numbers:
 
 
 def check_given(number_N: Numbers, source: Path) -> None:
-    """Raise `InputError` if a set that the file `source` defines has no record."""
+    """Raise `InputError` if the file `source` assigns no record to one of the three sets."""
     for k, name in enumerate(SETS):
         if not (number_N == k).any():
             raise InputError(
@@ -192,7 +199,7 @@ def _check_enough(groups: int, sets: int, what: str) -> None:
 
 
 def _assign(names: list[str], sizes: Sequence[float], shares: Sequence[float], seed: int) -> Numbers:
-    """Return the set of each of G clusters or positions, int64 [G], by the method at the top of this file."""
+    """Return the set of each of G clusters or positions, int64 [G], as described at the top of this file."""
     draws = [hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest() for name in names]
     order = sorted(range(len(names)), key=lambda g: (-sizes[g], draws[g]))
     room = [share / sum(shares) * sum(sizes) for share in shares]
@@ -226,12 +233,15 @@ def _below(
     seed: int,
 ) -> Numbers:
     """Divide variants with a true `low_N` into training and validation set. All other variants are the test set.
-    Variants with a false `mutant_N` are never in the validation set.
+    Variants with a true `low_N` and a false `mutant_N` are always in the training set.
     """
     pool = np.flatnonzero(low_N & mutant_N).tolist()
     keys, group_P = _groups([names[n] for n in pool])
     if len(keys) < TEST:
-        raise InputError(f"{counted(len(keys), 'variant')} up to --train-max cannot make two sets; raise --train-max")
+        raise InputError(
+            f"{counted(len(keys), 'variant')} up to train_max cannot fill the training and the validation set; raise "
+            "--train-max or data.train_max"
+        )
     two = [share / sum(shares) for share in shares[:TEST]]
     number_N = np.where(low_N, TRAIN, TEST).astype(np.int64)
     number_N[pool] = _assign(keys, np.bincount(group_P).tolist(), two, seed)[group_P]

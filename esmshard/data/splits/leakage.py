@@ -43,7 +43,7 @@ _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(
 _BLOCK = 200_000
 """The approximate number of residues that are compared at a time."""
 _INDEXED = 10_000_000
-"""A check compares at most this number of residues of the other sets. Sorting their 5-mers needs about 300 MB."""
+"""A check compares at most this number of residues outside the training set. Sorting their 5-mers needs 300 MB."""
 _SAMPLE = 500
 _BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 
@@ -60,7 +60,7 @@ class ComparedRecords:
     id: Callable[[int], str]
 
     def part(self, number_M: _Ints) -> "ComparedRecords":
-        """Return a set with the M records of these numbers, numbered from 0."""
+        """Return a set with the M records that have the indices `number_M`. Their new indices are 0 to M - 1."""
         return ComparedRecords(
             len(number_M), lambda n: self.residues(int(number_M[n])), lambda n: self.id(int(number_M[n]))
         )
@@ -73,8 +73,8 @@ class ComparedRecords:
     def words(self) -> Iterator[tuple[int, _Ints, _Ints]]:
         """Yield the distinct 5-mers (words) of all records, in blocks of about `_BLOCK` residues.
 
-        For each block, yield the number of its first record, and two sorted arrays for its P words, int64 [P]: the
-        record in the block, and the word as a number. Words are made only from the 20 standard amino acids.
+        For each block, yield the index of its first record, and two sorted arrays for its P words, int64 [P]: the
+        index of the record in the block, and the word as a number. Words have only the 20 standard amino acids.
         """
         first, block, size = 0, [], 0
         end = np.zeros(K, dtype=np.uint8)  # 0 is <cls>, which is no amino acid. So no word spans two records.
@@ -119,8 +119,8 @@ class Leakage:
     overlaps: dict[str, Overlap]
 
     def notices(self, what: str = "records") -> list[str]:
-        """Return a sentence for each set with records that are identical or similar to training records, and a sentence
-        about all other sets. `what` is the plural noun for the records.
+        """Return a sentence for each set with records that are identical or similar to training records, and one
+        sentence about all sets without such records. `what` is the plural noun for the records.
         """
         sampled = self.train_compared < self.train_records
         train = f"{self.train_compared:,} of {self.train_records:,} training" if sampled else "training"
@@ -178,7 +178,7 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
 
 def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> list[str]:
     """Return sentences about variants and positions of each set that are also in the set `train`. `sets` has the
-    variant numbers of each set.
+    variant indices of each set.
     """
     train = sets["train"].tolist()
     trained, changed = {names[n] for n in train}, frozenset().union(*(positions[n] for n in train))
@@ -208,15 +208,15 @@ def _spread(count: int, most: int) -> _Ints:
 
 
 def word_pairs(records: ComparedRecords) -> Iterator[tuple[int, int]]:
-    """Yield the numbers of each pair of records with a common 5-mer, smaller number first."""
+    """Yield the indices of each pair of records with a common 5-mer, smaller index first."""
     for first, shared in _shared(records, _index([records])):
         later = shared.col > shared.row + first
         yield from zip((shared.row[later] + first).tolist(), shared.col[later].tolist(), strict=True)
 
 
 def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -> list[_Ints]:
-    """Return for each record of the sets `others` the number of the first training record with the same sequence, or
-    -1; an array int64 [N] for each set.
+    """Return an array for each of the sets `others`, int64 [N]: for each record, the index of the first training record
+    with the same sequence; -1 if there is none.
     """
     distinct_U, first_U = np.unique(hashes(train), return_index=True)
     if not len(distinct_U):
@@ -229,7 +229,7 @@ def first_identical(train: ComparedRecords, others: Sequence[ComparedRecords]) -
 
 
 def hashes(records: ComparedRecords) -> npt.NDArray[np.uint64]:
-    """Return the sequence hash (`key`) of each record, uint64 [N]."""
+    """Return the hash of the sequence of each record (function `key`), uint64 [N]."""
     return np.array([key(records.residues(n)) for n in range(records.count)], dtype=np.uint64)
 
 
@@ -245,16 +245,16 @@ def _index(sets: Sequence[ComparedRecords]) -> Any:
 
 
 def _shared(records: ComparedRecords, has_WQ: Any) -> Iterator[tuple[int, Any]]:
-    """Count the common 5-mers of each record and each of Q indexed records (`_index`). Yield for each block of B
-    records the number of its first record, and a sparse matrix with the counts, [B, Q].
+    """Count the common 5-mers of each record and each of Q indexed records. `has_WQ` is the result of `_index`. Yield
+    for each block of B records the index of its first record, and a sparse matrix with the counts, [B, Q].
     """
     for first, record_P, word_P in records.words():
         yield first, (_ones(record_P, word_P, (int(record_P.max(initial=-1)) + 1, _WORDS)) @ has_WQ).tocoo()
 
 
 def _nearest(has_WQ: Any, train: ComparedRecords) -> tuple[npt.NDArray[np.float64], _Ints]:
-    """Find the most similar training record for each of Q indexed records (`_index`). Return the share of common
-    5-mers, float64 [Q], and the number of the training record, int64 [Q]; 0 and -1 if no record is similar.
+    """Find the most similar training record for each of Q indexed records. `has_WQ` is the result of `_index`. Return
+    the share of common 5-mers, float64 [Q], and the training record's index, int64 [Q]; 0 and -1 if none is similar.
     """
     size_Q = has_WQ.sum(0)
     share_Q, nearest_Q = np.zeros(len(size_Q)), np.full(len(size_Q), -1, dtype=np.int64)
@@ -298,7 +298,9 @@ def key(residues: npt.NDArray[np.uint8]) -> np.uint64:
 
 
 def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: int = MOST) -> list[str]:
-    """Return sentences about pairs and sequences of other sets that are in `train` or similar to sequences there."""
+    """Return sentences about the sets `others`: how many of their pairs and sequences are in `train`, and how many
+    sequences are similar to sequences in `train`. For `most` see the function `check`.
+    """
     train_N2, single = _distinct(train)
     trained, pairs = {sequence for pair in train_N2 for sequence in pair}, {frozenset(pair) for pair in train_N2}
     notices, singles = [], {}
@@ -315,7 +317,7 @@ def pair_notices(train: ComparedRecords, others: Mapping[str, ComparedRecords], 
 
 
 def _distinct(records: ComparedRecords) -> tuple[list[tuple[int, int]], ComparedRecords]:
-    """Return the hashes of the two sequences of each pair, and the distinct sequences of all pairs as records."""
+    """Return the hashes of both sequences of each pair, and a set with each distinct sequence as one record."""
     keys: list[tuple[int, int]] = []
     chains: dict[int, tuple[npt.NDArray[np.uint8], str]] = {}
     for n in range(records.count):

@@ -80,7 +80,8 @@ def open_tested(
     tracks: Sequence[TrackFile] = (),
     complexes: str | None = None,
 ) -> Examples:
-    """Open labelled records to test a model. `source` is a FASTA file, a table, a token store, structures, or a sample.
+    """Open labelled records to test a model. `source` is a FASTA file, a table, a token store, structures, or
+    `sample:NAME`.
 
     `file` is the label file; None if the labels are with the records. `recipe` is the recipe of the model. For `labels`
     and `tracks` see the function `open_split`, for `complexes` the recipe key `data.complexes`.
@@ -101,8 +102,8 @@ def open_tested(
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
-    """Return the sequence file of a data path (for structures, a FASTA file made from them), its records, and the
-    tracks with their paths.
+    """Return the sequence file of a data path, its records, and the tracks with their paths. The sequence file of
+    structures is a FASTA file that is made from the structures.
     """
     sources = with_paths(path, tracks)
     fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path
@@ -115,7 +116,7 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
 
 
 def joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Return a recipe with the linker of the model in `data.join`. Recipes of tasks on pairs are not changed."""
+    """Return the recipe with linker and gap of `chains` in `data.join`. Recipes of tasks on pairs are not changed."""
     if recipe.task.pairs:
         return recipe
     join = JoinSettings(linker=chains.linker, gap=chains.gap)
@@ -123,8 +124,8 @@ def joined(recipe: Recipe, chains: Chains) -> Recipe:
 
 
 def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
-    """Return a recipe with `batch.global_tokens` in place of `batch.sequences`: the number of sequences times the
-    number of tokens of the longest example.
+    """Return the recipe with `batch.global_tokens` in place of `batch.sequences`. The value is `batch.sequences` times
+    the number of tokens of the longest training example.
     """
     if recipe.batch.sequences is None:
         return recipe
@@ -141,7 +142,7 @@ class Clusters(NamedTuple):
     source: str
     """The path of the cluster file; or the program that made the clusters, with version and options."""
     notices: list[str]
-    """Sentences about ignored members of clusters, or relatives that may be missed."""
+    """Sentences about ignored members of clusters, or about relatives that may be in different clusters."""
 
 
 def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
@@ -253,7 +254,7 @@ def members(
         places.append(str(source.path if isinstance(source, Table) else source))
     where = listed(places)
     if data.folds is not None:
-        raise UsageError(f"data.folds: divides {path}, and {where} divides it too; leave out folds")
+        raise UsageError(f"data.folds: divides {path}, and {where} divides it too; remove data.folds")
     edits = Edits()
     number_N = given_splits(tokens, fasta, source if in_source else None, edits, id_column=data.id_column)
     members_N = number_N == SETS.index(name)
@@ -272,7 +273,7 @@ def marked(tokens: TokenStore) -> bool:
 
 
 def marks(path: Path) -> str:
-    """Return where a file names the sets, such as `SET= in its headers`, for a message."""
+    """Return the words for a message that say where a file names the sets, such as `SET= in its headers`."""
     return "its column of sets" if is_sequence_table(path) else "SET= in its headers"
 
 
@@ -294,7 +295,7 @@ def given_splits(
         fasta: the file of the records, for messages.
         source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a FASTA file
             of labels with `SET=` and `VALIDATION=` in its headers. With None, only the headers of the records are read.
-        edits: counts left-out records, and sets of unknown records.
+        edits: counts left-out records, and entries of `source` that belong to no record.
         id_column: the name of the id column; see the function `rows_of_records`.
         required: whether a record without a set is an error.
 
@@ -348,7 +349,7 @@ def _of_header(header: str, where: str, edits: Edits) -> int:
 
 
 def _of_label_file(store: TokenStore, path: Path, edits: Edits) -> Numbers:
-    """Return the set of each record in a label file, int64 [N]; LEFT_OUT for a record without a set."""
+    """Return the set of each of N records from a FASTA file of labels, int64 [N]; LEFT_OUT for records without one."""
     number_N = np.full(len(store), LEFT_OUT, dtype=np.int64)
     line_N = np.zeros(len(store), dtype=np.int64)
     for record in read_label_fasta(path):

@@ -43,7 +43,7 @@ from esmshard.vocab import STANDARD, decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")
 OF_VARIANTS = ("position", "contiguous", "modulo", "mutations", "low-to-high", "ratio", "given")
-"""The methods that divide sequences and variants. The first method is the default."""
+"""The values of `--by` for sequences (OF_SEQUENCES) and variants (OF_VARIANTS). The first value is the default."""
 _READS = {
     "cluster": ("clusters", "ratios", "folds", "seed"),
     "ratio": ("ratios", "folds", "seed"),
@@ -57,7 +57,9 @@ _READS = {
 OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
 """The options of MMseqs2: at least 30% identity over 80% of both sequences, and a sensitive search (`-s 7.5`)."""
 IDENTITY, COVERAGE = 0.3, 0.8
-"""The minimum shares of identical pairs, and of both sequences in the alignment, for two sequences of a cluster."""
+"""Two sequences are in one cluster if at least the share IDENTITY of the aligned positions is identical, and at least
+the share COVERAGE of both sequences is aligned.
+"""
 MOST_ALIGNED = 100_000
 """The maximum number of pairs of sequences to align (some minutes on one core)."""
 
@@ -75,7 +77,7 @@ class Method:
     clusters: Sequence[Path] = ()
     """Files with lines `representative<TAB>member`. Records in the same cluster of any file go to the same set."""
     train_max: str | None = None
-    """The maximum number of mutations, or the maximum value, of training variants. `50%` means the median value."""
+    """The maximum of training variants: a number of mutations, or for `low-to-high` a value (`50%`: the median)."""
     target: str | None = None
     """The column of measured values for the method `low-to-high`."""
 
@@ -86,8 +88,8 @@ class Method:
 
 
 def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Method:
-    """Return the method `by` with options. An option that is None or [] gets its default. Raises `UsageError` if `by`
-    is not in `known`, does not read a given option, or needs a missing option.
+    """Return the method `by` (by default the first in `known`). An option that is None or [] gets its default. Raises
+    `UsageError` if `by` is not in `known`, does not read a given option, or needs a missing option.
 
     >>> chosen(OF_VARIANTS, folds=5)
     Method(by='position', ratios=(0.8, 0.1, 0.1), folds=5, seed=0, clusters=(), train_max=None, target=None)
@@ -118,7 +120,7 @@ def parse_ratios(text: str) -> list[float]:
 
 
 def align_clusters(records: ComparedRecords) -> Clusters:
-    """Cluster sequences without MMseqs2. Pairs that reach IDENTITY and COVERAGE are joined to clusters.
+    """Cluster sequences without MMseqs2. The sequences of a pair that reaches IDENTITY and COVERAGE share a cluster.
 
     Only pairs with a common 5-mer are aligned (Smith-Waterman of Biopython, BLOSUM62, gap costs 12 and 1). At identity
     p, two proteins of 300 residues have about 300 * p**5 common 5-mers: 9 at 50%, 3 at 40%, and fewer than 1 at 30%. So
@@ -168,7 +170,7 @@ def align_clusters(records: ComparedRecords) -> Clusters:
 
 def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
     """Cluster the sequences of N records with MMseqs2. Temporary files in `directory` are about ten times as large as
-    the sequences. If MMseqs2 fails, `InputError` has its last line.
+    the sequences. If MMseqs2 fails, `InputError` has the last line of its output.
     """
     program = shutil.which("mmseqs") or "mmseqs"
     with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
@@ -327,7 +329,7 @@ class VariantRows:
         return number_N
 
     def _limit(self, method: Method) -> float:
-        """Return the maximum value of training variants: `train_max`, or the mean value of the wild type."""
+        """Return the maximum value of training variants: `method.train_max`, by default the mean of the wild type."""
         value_N, limit = self._variants.target_NT[:, 0], method.train_max
         if limit is None:
             wild = [n for n, name in enumerate(self._names) if name == "WT"]
@@ -340,7 +342,7 @@ class VariantRows:
             number = float(limit.removesuffix("%"))
             return float(np.quantile(value_N, number / 100)) if limit.endswith("%") else number
         except ValueError:
-            raise UsageError(f"--train-max {limit}: a value, or a share such as 50%, is expected") from None
+            raise UsageError(f"--train-max {limit}: a number, or a percentage such as 50%, is expected") from None
 
     def columns(self) -> dict[str, Sequence[object]]:
         """Return the columns of `splits.tsv` without the column of sets or folds. Each column has N cells."""
@@ -367,7 +369,9 @@ Data = FastaRecords | VariantRows
 
 
 def may_write(out: Path, overwrite: bool) -> None:
-    """Raise `UsageError` if `out` is not empty and `overwrite` is false, or if `out` has files that no split writes."""
+    """Raise `UsageError` if `out` is not empty and `overwrite` is false, or if `out` has a file that
+    `esmshard split` does not write.
+    """
     if out.is_dir() and any(out.iterdir()) and not overwrite:
         raise UsageError(f"{out}: exists already; choose another directory or pass --overwrite")
     sets = [f"{fold}{name}.{ending}" for fold in ("", "fold_*/") for name in SETS for ending in ("fasta", "npz", "csv")]
@@ -377,10 +381,10 @@ def may_write(out: Path, overwrite: bool) -> None:
 def divide(
     data: Data, method: Method, out: Path, say: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, int]], list[str]]:
-    """Divide a data set, and write the files of its sets. The complete directory replaces `out` (see `may_write`).
+    """Divide a data set, and write the files of its sets. `out` is replaced when all files are written.
 
     Return the sizes of each set or fold by name (`none` for left-out records), and notices. `say` gets a message before
-    a long step. Raises `InputError` if the method cannot divide the data, or `UsageError` for a wrong `train_max`.
+    a long step. Raises `InputError` if the method cannot divide the data, or `UsageError` for an invalid `train_max`.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     number_N = data.divide(method, out.parent, say)

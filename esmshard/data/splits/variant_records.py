@@ -25,7 +25,7 @@ from esmshard.vocab import encode_residues
 FOLDS = 5
 """The default number of folds for a table of variants."""
 FLOOR = 0.9
-"""A notice says if at least this share of the target values lies in the worst tenth of their range."""
+"""If at least this share of the values of a target lies in the worst tenth of their range, a notice says so."""
 OUT_OF_FOLD = "variants.csv"
 """The file that a cross-validation writes, with a row for each row of the table of variants."""
 LEFT_OUT_WHY = "left out because"
@@ -106,8 +106,8 @@ class VariantLabels:
 
 
 def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequence[TrackFile] = ()) -> Examples:
-    """Open the set `name` (`train`, `valid` or `test`) of a recipe with a table of variants. `tracks` belong to the
-    wild type. Only the training set has notices about the table.
+    """Open the set `name` (`train`, `valid` or `test`) of a recipe with a table of variants. The tracks are those
+    of the wild type. Only the training set has notices about the table.
 
     If `alone` is true, the model reads only the wild type, and each variant counts as 3 tokens. Raises `InputError` if
     the table and the wild type do not fit each other, or if the set has no variant.
@@ -126,7 +126,7 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     records = VariantRecords(variants.table.path, wild_type, variants.mutations, first)
     labels = VariantLabels(variants, first, len(wild_type), data)
     if not members_N.any():
-        raise InputError(f"{records.path}: {name} has no variant; choose another data.split, or fewer data.folds")
+        raise InputError(f"{records.path}: {name} has no variant; change data.split, or lower data.folds")
     examples = Examples(name, records.path, records, labels, members_N=members_N)
     examples.beside = len(wild_type) + 2
     if alone:
@@ -218,7 +218,7 @@ def given_sets(variants: Variants) -> Numbers:
     assignment.check_given(number_N, table.path)
     if wrong := [row for rows in variants.rows for row in rows if set_of[row] != set_of[rows[0]]]:
         rows_named = f"{counted(len(wrong), 'row')} ({first_three(wrong, table.at)})"
-        raise InputError(f"{table.path}: a variant has another set in {rows_named}; correct the sets")
+        raise InputError(f"{table.path}: a variant has another set in {rows_named} than in its first row; keep one set")
     return number_N
 
 
@@ -233,7 +233,7 @@ def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -
 
 
 def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
-    """Return a notice for each target with most values (FLOOR) in the worst tenth of their range."""
+    """Return a notice for each target with at least the share FLOOR of its values in the worst tenth of their range."""
     notices = []
     target_NT = np.log(variants.target_NT) if data.transform == "log" else variants.target_NT
     for name, y_N in zip(variants.target_names, target_NT.T, strict=True):
@@ -271,7 +271,9 @@ def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
 
 
 def _share(members_N: npt.NDArray[np.bool_], names: list[str], share: float) -> npt.NDArray[np.bool_]:
-    """Choose a random share of the members by a hash of their names. A larger share contains a smaller share."""
+    """Choose a random share of the variants with a true `members_N`, by a hash of their names. The choice for a larger
+    share has all variants of the choice for a smaller share.
+    """
     members = np.flatnonzero(members_N)
     drawn = sorted(members, key=lambda n: hashlib.sha256(names[n].encode()).digest())
     taken_N = np.zeros_like(members_N)

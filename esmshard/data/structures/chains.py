@@ -6,12 +6,13 @@
 | alternative locations | the first location with the highest occupancy; such residues are counted |
 | insertion codes | a residue with an insertion code is an additional residue |
 | SEQRES, or `_entity_poly_seq` with `label_seq_id` | the sequence; residues without atoms have no coordinates |
-| no listed sequence | the residues with atoms; such chains, and gaps in the residue numbers, are counted |
+| none of these sequences | the residues with atoms; such chains, and gaps in the residue numbers, are counted |
 | MSE, SEC, PYL, ASX, GLX, UNK | `M U O B Z X` |
-| other residues | the parent in gemmi's table, `_pdbx_struct_mod_residue` or MODRES, else `X`; both are counted |
+| other residues | the parent's letter (gemmi's table, `_pdbx_struct_mod_residue`, MODRES), else `X`; both are counted |
 | hydrogens, water, ligands, nucleic acids | not read |
 
-A chain has the id `FILE_CHAIN`: the file name in lower case without extensions, and the author's chain name.
+A chain has the id `FILE_CHAIN`: the file name in lower case without extensions, and the chain name (in mmCIF files
+`auth_asym_id`).
 """
 
 import itertools
@@ -82,7 +83,7 @@ def read_chains(
 
     Args:
         path: the structure file. The file extension decides the format.
-        chains: the author's names of the chains to read; by default every protein chain.
+        chains: the names of the chains to read (`auth_asym_id` in mmCIF); by default every protein chain.
         min_plddt: a residue gets no coordinates if its atom CA is missing or has a lower B-factor. In predicted
             structures, the B-factor is the pLDDT (predicted accuracy of the residue).
         edits: counts changed and left-out parts.
@@ -127,7 +128,7 @@ def read_chains(
 def virtual_cb(
     n_L3: npt.NDArray[np.float64], ca_L3: npt.NDArray[np.float64], c_L3: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Compute Cb coordinates, [L, 3]: bond 1.522 A to CA, angle 1.927 rad to N, dihedral -2.143 rad to C.
+    """Compute Cb coordinates, [L, 3]: bond CA-Cb 1.522 A, angle N-CA-Cb 1.927 rad, dihedral C-N-CA-Cb -2.143 rad.
 
     The geometry is from the contact notebook of fair-esm: `extend(C, N, CA, 1.522, 1.927, -2.143)`. The result is NaN
     if an atom is missing, or if the three atoms lie on a line.
@@ -152,10 +153,12 @@ def _unit(x_L3: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
 
 
 def _read_structure(path: Path) -> gemmi.Structure:
-    """Read a structure file with gemmi. `label_seq` of a residue is its position in the listed sequence, if any."""
+    """Read a structure file with gemmi. If the file lists the sequence of a chain, `label_seq` of a residue is its
+    position in the listed sequence, counted from 1.
+    """
     ending = _ENDING.search(path.name)
     if ending is None:
-        raise InputError(f"{path}: not a structure file by its name; {ENDINGS} is expected")
+        raise InputError(f"{path}: not a structure file by its name; the ending {ENDINGS} is expected")
     data = read_whole(path, "a structure file").removeprefix(b"\xef\xbb\xbf")
     data = data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
     text = data.decode("latin-1")  # Latin-1 decodes all bytes, one character per byte.
@@ -173,7 +176,7 @@ def _read_structure(path: Path) -> gemmi.Structure:
 
 
 def _check_coordinates(path: Path, text: str) -> None:
-    """Raise `InputError` if a coordinate in a PDB file is no number, which gemmi would read as 0."""
+    """Raise `InputError` if a coordinate in a PDB file is no number, since gemmi would read it as 0."""
     for number, line in enumerate(text.split("\n"), 1):
         if line.startswith(("ATOM", "HETATM")):
             for column in (line[30:38], line[38:46], line[46:54]):
@@ -214,8 +217,8 @@ def _from_pdb(text: str, ignore_ter: bool = False) -> gemmi.Structure:
 
 
 def _place_by_numbers(entity: gemmi.Entity | None, polymer: gemmi.ResidueSpan) -> None:
-    """Compute positions in SEQRES from bonds and residue numbers, and use them unless gemmi's alignment fits better. In
-    a repeat, an alignment cannot tell which residues are missing.
+    """Compute the position of each residue in SEQRES from bonds and residue numbers. Use the positions unless gemmi's
+    alignment fits better. If residues of a repeat are missing, an alignment cannot tell which ones.
     """
     residues = list(polymer)
     if entity is None:
@@ -265,7 +268,9 @@ def _chain(
     min_plddt: float | None,
     edits: Edits,
 ) -> Chain:
-    """Make a chain from its residues with atoms (`span`), and the residue names in its listed sequence, if any."""
+    """Make a chain from `span`, its residues with atoms. `listed` has the residue names in SEQRES or
+    `_entity_poly_seq`; [] without them. `parents` has the standard parent of modified residues by name.
+    """
     at_place: dict[object, list[gemmi.Residue]] = defaultdict(list)  # Alternative residues have the same position.
     for residue in span:
         if residue.entity_type != gemmi.EntityType.Polymer and residue.label_seq is None:
@@ -324,8 +329,8 @@ def _chain(
 
 
 def _conformer(residues: list[gemmi.Residue], chain_id: str, edits: Edits) -> tuple[str, dict[str, gemmi.Atom]]:
-    """Choose the alternative location with the highest occupancy among the `residues` at one position. Return its
-    residue name, and its atoms N, CA, C and CB by name.
+    """Choose the alternative location with the highest occupancy among the `residues` at one position. Return the
+    residue name of this location, and the atoms N, CA, C and CB by name.
     """
     atoms = [(residue.name, atom) for residue in residues for atom in residue if atom.name in (*_BACKBONE, "CB")]
     by_location: dict[tuple[str, str], gemmi.Atom] = {}

@@ -35,7 +35,7 @@ def read_records(
 
     Args:
         path: the structure file.
-        wanted: the author's chain names of each record, such as `A` or `A:B`. The word `all` makes one record of all
+        wanted: the chain names of each record to read, such as `A` or `A:B`. The word `all` makes one record of all
             protein chains. None makes a record of each chain, except chains with the sequence of an earlier chain.
         min_plddt: see the function `read_chains`.
         edits: counts changes, left-out records, and records of several chains.
@@ -81,11 +81,11 @@ def read_records(
 
 
 def read_list(path: Path, files: Sequence[Path], edits: Edits) -> dict[str, list[str]]:
-    """Read a list of records, one per line. Return the chains of the records for each file name in `files`.
+    """Read a list of records, one per line. Return the chain names of the records by file name, for the paths `files`.
 
-    The line `1abc_A:B` gives the chains `A:B` for the file `1abc.cif`. Empty lines and lines that begin with # are
-    skipped. `edits` counts the records without a structure file. Raises `InputError` if a line is not a valid record,
-    or no record has a structure file.
+    The line `1abc_A:B` gives `{"1abc.cif": ["A:B"]}` for the file `1abc.cif`. Empty lines and lines that begin with #
+    are skipped. `edits` counts the records without a structure file. Raises `InputError` if a line is not a valid
+    record, or no record has a structure file.
     """
     files_of: dict[str, list[str]] = {}
     for file in files:
@@ -123,7 +123,7 @@ VERSION = 3
 """The version of the code that converts structures. When this number changes, all structures are read again."""
 _FASTA = "structures.fasta"
 MANY = 100
-"""Progress is shown for at least this number of structure files."""
+"""Progress is shown if there are at least this number of structure files."""
 
 
 def holds_structures(path: Path) -> bool:
@@ -161,7 +161,7 @@ def states(source: Path) -> list[Any]:
 
 
 def notices(fasta: Path) -> list[str]:
-    """Return sentences about changes by `cached_split` when it wrote `fasta`."""
+    """Return sentences about the changes that `cached_split` made when it wrote `fasta`."""
     sentences: list[str] = read_json(fasta.parent / "manifest.json")["notices"]
     return sentences
 
@@ -212,9 +212,9 @@ def to_split(
 
 
 def listed_files(source: Path, edits: Edits) -> list[Path]:
-    """Return the structure files of a directory, sorted by name, or a list with the file `source`. `edits` counts other
-    files and inner folders, which are not read. Raises `InputError` if the path does not exist, or the directory has a
-    broken link or no structure file.
+    """Return the structure files of the directory `source`, sorted by name, or `[source]` for a file. `edits` counts
+    all other files and the inner folders, which are not read. Raises `InputError` if the path does not exist, or the
+    directory has a broken link or no structure file.
     """
     if not source.is_dir():
         if not source.exists():
@@ -237,7 +237,7 @@ def listed_files(source: Path, edits: Edits) -> list[Path]:
 
 
 def _stored(path: Path, chain: Chain) -> npt.NDArray[np.uint16]:
-    """Return Cb coordinates in units of 0.1 A, uint16 [L, 3]. The minimum on each axis is moved to 0."""
+    """Return Cb coordinates in units of 0.1 A, uint16 [L, 3]. A shift makes the minimum on each axis 0."""
     cb_L3 = chain.cb_L3.astype(np.float64)
     cb_dA_L3 = np.rint((cb_L3 - np.nanmin(cb_L3, axis=0)) * 10)
     widest = np.nanmax(cb_dA_L3)

@@ -1,4 +1,4 @@
-"""Defines the model family AMPLIFY over packed sequences, and its file format.
+"""Defines the model family AMPLIFY for packed sequences, and its file format.
 
 All outputs must equal the outputs of the authors' code (https://github.com/chandar-lab/AMPLIFY, commit 2fd2c08).
 `tests/parity/` compares the outputs.
@@ -52,7 +52,7 @@ class AmplifyConfig(EsmcConfig):
 
     @property
     def ffn_width(self) -> int:
-        """The width F; in released models 8/3 of the width D, rounded up to a multiple of 8."""
+        """The width F of the feed-forward part; in released models 8/3 D, rounded up to a multiple of 8."""
         return (8 * self.dim // 3 + 7) // 8 * 8 if self.ffn is None else self.ffn
 
     @property
@@ -153,7 +153,7 @@ class AmplifyFamily(Family):
     )
 
     def initial(self, config: AmplifyConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor. Matrices are uniform from -0.02 to 0.02, as in the authors' code."""
+        """Return initial values of the tensor `name`: matrices uniform from -0.02 to 0.02, as in the authors' code."""
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
         return 0.04 * torch.rand(shape, generator=generator) - 0.02
@@ -170,7 +170,7 @@ class AmplifyFamily(Family):
         config = AmplifyConfig(**renamed(raw, SIZE_KEYS))
         width = raw.get("intermediate_size")
         if not isinstance(width, int):
-            raise ValueError(f"intermediate_size is {width!r} and not a positive whole number")
+            raise ValueError(f"intermediate_size is {width!r}, and must be a positive whole number")
         ffn = (2 * width // 3 + 7) // 8 * 8  # as in the authors' code
         return config if ffn == config.ffn_width else replace(config, ffn=ffn)
 

@@ -1,4 +1,4 @@
-"""Defines ESM-2, ESM-1b and ESM-1v over packed sequences, and their files for `transformers` and fair-esm.
+"""Defines ESM-2, ESM-1b and ESM-1v for packed sequences, and their files for `transformers` and fair-esm.
 
 esmshard's tensor names are fair-esm's names. All outputs must equal the outputs of fair-esm 2.0.0 (`esm/model/esm2.py`,
 `esm1.py`). `tests/parity/` compares the outputs. `esmshard.batch` explains the letters of tensor names.
@@ -62,7 +62,7 @@ class EsmConfig(ModelConfig):
 
     @property
     def mask_row(self) -> int:
-        """The embedding's row for `<mask>`."""
+        """The index of the embedding's row for `<mask>`."""
         return self.vocabulary.index("<mask>")
 
     @property
@@ -155,7 +155,7 @@ class ESM2(Trunk):
         self.lm_head.weight = self.embed_tokens.weight
 
     def rows(self, batch: TokenBatch) -> torch.Tensor:
-        """Return the embedding's row of each token, int64 [T]."""
+        """Return the index of the embedding's row for each token, int64 [T]."""
         return batch.tokens_T
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
@@ -168,7 +168,7 @@ class ESM2(Trunk):
                 n = batch.token_counts.index(batch.max_seqlen)
                 raise InputError(
                     f"record {batch.record_ids[n]}: {batch.lengths[n]} residues, but this model has learned positions "
-                    f"for {self.config.max_positions - 2}; cut the sequence, or use an ESM-2"
+                    f"for {self.config.max_positions - 2} residues; cut the sequence, or use an ESM-2"
                 )
             x_TD = x_TD + self.embed_positions(batch.position_T + PAD + 1)
         if self.config.emb_layer_norm_before:
@@ -180,8 +180,9 @@ class ESM2(Trunk):
 
 
 def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Set embeddings of `<mask>` to zero, and multiply all other embeddings by 0.88 / (1 - share of `<mask>`), in
-    training and evaluation. The share is for one sequence, including `<cls>` and `<eos>`.
+    """Set embeddings of `<mask>` (where `masked_T` is True) to zero, and multiply all other embeddings by
+    0.88 / (1 - share of `<mask>`), in training and evaluation. Each sequence has its own share: the number of `<mask>`
+    divided by the number of tokens, including `<cls>` and `<eos>`.
     """
     lengths_N = batch.cu_seqlens.diff().long()
     running = F.pad(masked_T.long().cumsum(0), (1, 0))
@@ -192,7 +193,7 @@ def _token_dropout(x_TD: torch.Tensor, masked_T: torch.Tensor, batch: TokenBatch
 
 
 class EsmFamily(Family):
-    """The base of the model families whose files `EsmForMaskedLM` of `transformers` 4 and 5 reads."""
+    """The base class of the model families whose files `EsmForMaskedLM` of `transformers` 4 and 5 can read."""
 
     config: ClassVar[type[EsmConfig]]
     model_types = ("esm",)
@@ -222,8 +223,8 @@ class EsmFamily(Family):
     )
 
     def initial(self, config: EsmConfig, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor. Linear layers are Xavier-uniform, with gain 1/sqrt 2 for q, k and v, as in fair-esm.
-        Embeddings are normal with standard deviation 0.02, so initial logits are small.
+        """Return initial values of the tensor `name`. As in fair-esm, linear layers are Xavier-uniform, with gain
+        1/sqrt 2 for q, k and v. Embeddings are normal with standard deviation 0.02, so initial logits are small.
         """
         if len(shape) == 1:
             return super().initial(config, name, shape, generator)
@@ -277,7 +278,7 @@ class EsmFamily(Family):
             raise ValueError("ESMFold is not a language model")
         positions = raw.get("position_embedding_type", "absolute")
         if positions not in ("rotary", "absolute"):
-            raise ValueError(f"position_embedding_type is {positions!r}")
+            raise ValueError(f"position_embedding_type is {positions!r}, and must be rotary or absolute")
         config = self.config(
             **renamed(raw, SIZE_KEYS),
             token_dropout=bool(raw.get("token_dropout", False)),
@@ -327,13 +328,15 @@ class FairEsmFile(AuthorsFile):
     """fair-esm's format: a `.pt` file, and a second file with the contact regression."""
 
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
-        """Return the path of the `.pt` file. fair-esm reads the architecture from the beginning of the file name."""
+        """Return the path `STEM.pt` in `directory`. If `stem` does not begin with the architecture (esm2, esm1b or
+        esm1v), it is added, because fair-esm reads the architecture from the file name.
+        """
         architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
         has_prefix = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))
         return directory / (f"{stem}.pt" if has_prefix else f"{architecture}_{stem}.pt")
 
     def write(self, file: Path, config: EsmConfig, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write `NAME.pt` and `NAME-contact-regression.pt` for `esm.pretrained.load_model_and_alphabet_local`."""
+        """Write `NAME.pt` (`file`) and `NAME-contact-regression.pt` for fair-esm's `load_model_and_alphabet_local`."""
         tensors[TIED] = tensors["embed_tokens.weight"]
         contacts = {name: tensors.pop(name) for name in list(tensors) if name.startswith("contact_head.")}
         torch.save(fair_esm_settings(config) | {"model": tensors}, file)
@@ -400,13 +403,13 @@ FAMILY = Esm2Family()
 
 
 def config_of_fair_esm(data: Mapping[str, Any]) -> EsmConfig:
-    """Return the architecture from the content of a fair-esm `.pt` file. Raises `ValueError` for another content."""
+    """Return the architecture from `data`, the content of a fair-esm `.pt` file. Raises `ValueError` for other data."""
     cfg = data.get("cfg")
     settings = data["args"] if "args" in data else cfg.get("model") if isinstance(cfg, dict) else None
     if isinstance(settings, argparse.Namespace):
         settings = vars(settings)
     if not isinstance(settings, dict):
-        raise ValueError("neither cfg.model nor args has the sizes of the model")
+        raise ValueError("neither cfg.model nor args in the file has the sizes of the model")
     args = {key.removeprefix("encoder_"): value for key, value in settings.items()}
     if "args" in data:
         if args.get("arch") != "roberta_large":

@@ -1,17 +1,18 @@
-"""Defines the model family ESM3 over packed sequences, its file formats, and its encoder of structure tokens.
+"""Defines the model family ESM3 for packed sequences, its file formats, and its encoder of structure tokens.
 
-Coordinates and structure tokens are tracks of a batch. All other inputs, such as secondary structure, are unknown. All
-outputs must equal the outputs of `esm` 3.4.1 (`esm/models/esm3.py`), which computes one protein at a time.
-`tests/parity/test_esm3.py` compares the outputs. `esmshard.batch` explains the letters of tensor names.
+Coordinates and structure tokens are tracks of a batch. ESM3's other inputs, such as secondary structure, are always
+unknown here. All outputs must equal the outputs of `esm` 3.4.1 (`esm/models/esm3.py`), which computes one protein at a
+time. `tests/parity/test_esm3.py` compares the outputs. `esmshard.batch` explains the letters of tensor names.
 
 In geometric attention (`GeometricReasoningOriginalImpl` in `esm/layers/geom_attention.py`), residues attend to each
 other by the positions and directions of their backbones. The atoms N, CA and C define a residue's frame (coordinate
-system). Each head rotates query and key vectors by the frames of their residues. Attention increases with their dot
-product. The head also places a query point and a key point in the two frames. Attention decreases with their distance.
-The weighted sum of value vectors is rotated back into the frame of the query's residue.
+system). Each head rotates query and key vectors by the frames of their residues. Attention increases with the dot
+product of the rotated vectors. The head also places a query point and a key point in the two frames. Attention
+decreases with the distance between the points. The weighted sum of value vectors is rotated back into the frame of the
+query's residue.
 
-`transformers` has no ESM3, so only esmshard reads the directories that it writes. They have the authors' tensor names.
-`ESM3_FILE` writes a file for the authors' code.
+`transformers` has no ESM3, so only esmshard can read the model directories that it writes. These have the authors'
+tensor names. `ESM3_FILE` writes a file for the authors' code.
 """
 
 import re
@@ -59,9 +60,9 @@ TABLES = {
     "sasa_embed": 16 + 3,
     "residue_embed": 1478,
 }
-"""The number of rows in each embedding table except sequence and functions, by the authors' names."""
+"""The number of rows in each embedding table, by the authors' names, without the tables for sequence and functions."""
 FUNCTIONS, FUNCTION_ROWS = 8, 260
-"""The number of embedding tables for function tokens, each with 1/8 of the model's width, and the rows per table."""
+"""The number of embedding tables for function tokens (each has 1/8 of the model's width), and of rows in each table."""
 PLDDT_BINS = 16
 """The number of radial basis functions that describe a pLDDT (the confidence of a predicted structure)."""
 HEADS = {
@@ -71,19 +72,19 @@ HEADS = {
     "function_head": FUNCTIONS * FUNCTION_ROWS,
     "residue_head": TABLES["residue_embed"],
 }
-"""The width of each output head except the LM head of the sequence, by the authors' names."""
+"""The number of outputs per token of each head, by the authors' names, without the LM head of the sequence."""
 COORDINATES, STRUCTURE = "coordinates", "structure_tokens"
 """The names of the two tracks that ESM3 models read."""
 FARTHEST = 1e6
-"""Coordinates from this number of Ångström on count as unknown, as in the authors' code."""
+"""A residue with a coordinate of at least this many Ångström counts as unknown, as in the authors' code."""
 AT_ONCE = 2**21
 """The maximum number of entries (residue pairs times heads) in a matrix of geometric attention: 8 MiB in fp32."""
 _SOFTNESS = 3**-0.5
 NEIGHBOURS = 16
 FARTHEST_POSITION = 32
-"""The encoder's maximum distance between two residues in the sequence. Larger distances count as this number."""
+"""The largest distance between two positions in the sequence for the encoder. Larger distances count as this number."""
 RESIDUES_AT_ONCE = 256
-"""The number of residues that the encoder computes at once: 128 MiB for the released encoder's widest matrix."""
+"""The number of residues that the encoder computes at once. The released encoder's widest matrix then has 128 MiB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +106,7 @@ def frames(coordinates_T33: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, t
 
     The coordinates are N, CA and C of each residue in Ångström. The first axis points from C to CA. The second axis
     lies in the plane of the three atoms on the side of N. CA is the origin. Unknown rotations and origins are 0. The
-    authors' code uses a mean frame for unknown residues, with the same outputs, because no attention includes these
+    authors' code uses a mean frame for unknown residues. The outputs are the same, because attention excludes these
     residues.
     """
     known_T = (coordinates_T33.abs() < FARTHEST).flatten(1).all(1)
@@ -176,8 +177,10 @@ def _gathered(
     known_L: torch.Tensor,
     queries: slice,
 ) -> torch.Tensor:
-    """Return the attention output [P, H, 3] for the P residues `queries` of one sequence and H heads. Each vector is in
-    the frame of its residue.
+    """Return the attention output [P, H, 3] of H heads for the P residues `queries` of one sequence of L residues.
+
+    `vectors_L5H3` has query, key, value, query point and key point. `scales_2H` has the factors of dot products and of
+    distances. All input and output vectors are in the frame of their residue.
     """
     turned_LN3 = vectors_L5H3.flatten(1, 2).float() @ rotation_L33.mT
     q_HL3, k_HL3, v_HL3, far_q_HL3, far_k_HL3 = turned_LN3.view(vectors_L5H3.shape).permute(1, 2, 0, 3).unbind(0)
@@ -208,9 +211,9 @@ class OtherTracks(nn.Module):
         self.residue_embed = embedding(TABLES["residue_embed"], dim)
 
     def forward(self, tokens_T: torch.Tensor, structure_T: torch.Tensor | None) -> torch.Tensor:
-        """Return the sum of all embeddings, [T, D]. `structure_T` has the structure tokens, int64 [T]; None if all are
-        unknown. As in the authors' code, the average pLDDT is 1, each residue's pLDDT is 0, and all other inputs are
-        padding.
+        """Return the sum of all embeddings, [T, D]. `tokens_T` has the tokens of the sequences. `structure_T` has the
+        structure tokens, int64 [T]; None if all are unknown. As in the authors' code, the average pLDDT is 1, each
+        residue's pLDDT is 0, and all other inputs are padding.
         """
         if structure_T is None:
             structure_T = torch.full_like(tokens_T, STRUCTURE_MASK)
@@ -229,7 +232,7 @@ class OtherTracks(nn.Module):
 
 
 def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
-    """Return the values of B Gaussians with width 1/B at a number from 0 to 1, [B] in the type of `like`."""
+    """Return the values at `value` of B Gaussians with centres from 0 to 1 and width 1/B, [B] in the type of `like`."""
     centres_B = torch.linspace(0.0, 1.0, PLDDT_BINS, device=like.device)
     return torch.exp(-(((value - centres_B) * PLDDT_BINS) ** 2)).to(like.dtype)
 
@@ -239,8 +242,8 @@ class ESM3(ESMC):
     esmshard can write a complete file.
 
     Geometric attention is trained if batches have coordinates, and the embedding of structure tokens if batches have
-    structure tokens. The other parameters in `never_learns` are frozen. Most of them change no output. In the embedding
-    of an unknown input, only one row would get a gradient, and weight decay would shrink all other rows.
+    structure tokens. The other parameters in `never_learns` are always frozen. Most of them do not affect outputs. In
+    the table of an unknown input, only one row would get a gradient, and weight decay would shrink all other rows.
     """
 
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.", "geom_attn.", "other_tracks.", "other_heads.")
@@ -276,7 +279,7 @@ class ESM3(ESMC):
 
 
 class _EncoderBlock(nn.Module):
-    """A block of the encoder: geometric attention and a gated part, with the authors' parameter names."""
+    """A block of the encoder: geometric attention and a gated feed-forward part, with the authors' parameter names."""
 
     def __init__(self, dim: int, v_heads: int, ffn_width: int) -> None:
         super().__init__()
@@ -291,8 +294,8 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder of structure tokens, without the parts for its training. `codes` is the number C and width Z of
-    codes.
+    """The encoder of structure tokens, without the parts that only its training needs. `codes` is the number C of codes
+    (structure tokens) and the width Z of a code's vector.
     """
 
     codes_CZ: torch.Tensor
@@ -313,7 +316,7 @@ class StructureEncoder(nn.Module):
         return (self.codes_CZ.square().sum(1) - 2 * z_LZ @ self.codes_CZ.t()).argmin(1)
 
     def described(self, coordinates_L33: torch.Tensor) -> torch.Tensor:
-        """Return a vector for each residue, [L, Z]. The nearest code is the structure token."""
+        """Return a vector for each residue, [L, Z]. The index of the nearest row of `codes_CZ` is the token."""
         place_N = frames(coordinates_L33)[2].nonzero().flatten()
         known_N33 = coordinates_L33[place_N].to(self.codes_CZ.dtype)
         x_LD = self.codes_CZ.new_zeros(len(coordinates_L33), self.positions.embedding_dim)
@@ -323,7 +326,9 @@ class StructureEncoder(nn.Module):
         return self.pre_vq_proj(x_LD)  # type: ignore[no-any-return]
 
     def _surroundings(self, part_P: torch.Tensor, known_N33: torch.Tensor, place_N: torch.Tensor) -> torch.Tensor:
-        """Return vectors [P, D] that describe the neighbourhoods of P residues with coordinates."""
+        """Return vectors [P, D] that describe the neighbourhoods of P residues. `part_P` has their indices among the N
+        residues with coordinates `known_N33`. `place_N` has the positions of the N residues in the sequence.
+        """
         ca_N3 = known_N33[:, 1]
         apart_PN = torch.cdist(ca_N3[part_P], ca_N3, compute_mode="donot_use_mm_for_euclid_dist")
         # The distance -1 makes each residue its first neighbour.
@@ -345,7 +350,7 @@ class StructureEncoder(nn.Module):
 
 @lru_cache(maxsize=1)
 def read_encoder(path: Path) -> StructureEncoder:
-    """Read the file `esm3_structure_encoder_v0.pth`. Raises `InputError` for another file."""
+    """Read the file `esm3_structure_encoder_v0.pth`. Raises `InputError` if `path` is another or a damaged file."""
     tensors = {
         re.sub(r"^relative_positional_embedding\.embedding\.", "positions.", name)
         .replace("transformer.blocks.", "blocks.")
@@ -365,7 +370,7 @@ def read_encoder(path: Path) -> StructureEncoder:
     except (KeyError, RuntimeError) as error:  # A tensor is missing or unknown, or has another shape.
         raise InputError(
             f"{path}: not an encoder of structure tokens ({' '.join(str(error).split())}); give "
-            "esm3_structure_encoder_v0.pth of the repository biohub/esm3-sm-open-v1"
+            "esm3_structure_encoder_v0.pth from the repository biohub/esm3-sm-open-v1"
         ) from None
     return encoder.float().eval().requires_grad_(False)
 
@@ -375,7 +380,7 @@ def structure_tokens(
 ) -> npt.NDArray[np.int64]:
     """Compute the structure tokens of one protein, int64 [L], each below 4,096. `path` is the authors' encoder file.
     `coordinates` [L, 3, 3] has N, CA and C of each residue in Ångström, and NaN for unknown coordinates. Residues
-    without coordinates need rows, too, because the row is the position in the sequence.
+    without coordinates need rows, too, because the index of a row is the position in the sequence.
     """
     coordinates_L33 = torch.from_numpy(coordinates).float().to(device)
     with torch.no_grad():
@@ -412,7 +417,7 @@ model.load_state_dict(state)""",
     code="[esm](https://github.com/Biohub/esm)",
     lacks=("head.", "contact_head."),
 )
-"""The published `.pth` file of ESM3-open, which has tensors and no configuration."""
+"""The format of the published `.pth` file of ESM3-open, which has tensors and no configuration."""
 
 
 class Esm3Family(Family):
@@ -456,7 +461,7 @@ class Esm3Family(Family):
     )
 
     def initial(self, config: Esm3Config, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor: 0 for scales in geometric attention, all others as in `Family`."""
+        """Return initial values of the tensor `name`: 0 for scales in geometric attention, otherwise as in `Family`."""
         if name.endswith("_scale_per_head"):
             return torch.zeros(shape)
         return super().initial(config, name, shape, generator)

@@ -1,4 +1,4 @@
-"""Defines the model family ESM-C (ESM Cambrian) over packed sequences, its file formats, and the base classes of ESM3
+"""Defines the model family ESM-C (ESM Cambrian) for packed sequences, its file formats, and the base classes of ESM3
 and AMPLIFY.
 
 All outputs must equal the outputs of `transformers` 5.23 (`models/esmc/modeling_esmc.py`). `tests/parity/` compares
@@ -55,12 +55,12 @@ class EsmcConfig(ModelConfig):
 
     @property
     def ffn_width(self) -> int:
-        """The width F; in released models 8/3 of the width D, rounded up to a multiple of 256."""
+        """The width F of the feed-forward part; in released models 8/3 D, rounded up to a multiple of 256."""
         return (8 * self.dim // 3 + 255) // 256 * 256 if self.ffn is None else self.ffn
 
     @property
     def branch_scale(self) -> float:
-        """The factor sqrt(36 / layers) for the outputs of attention and feed-forward part in each block."""
+        """The factor sqrt(36 / n_layers) for the outputs of attention and feed-forward part in each block."""
         return float((36 / self.n_layers) ** 0.5)
 
     @property
@@ -81,7 +81,7 @@ def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
 
 
 class _Gated(torch.autograd.Function):
-    """Computes silu(gate) * up. Plain autograd would also save silu(gate), a third of the feed-forward memory."""
+    """Computes silu(gate) * up. Plain autograd would also save silu(gate), a third tensor of this size."""
 
     @staticmethod
     def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
@@ -97,8 +97,8 @@ class _Gated(torch.autograd.Function):
 
 
 class RMSNorm(nn.RMSNorm):
-    """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32. torch has one kernel for a GPU. On other
-    devices, torch's operations would save two more vectors for the backward pass than `_RMSNorm`.
+    """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32. On a GPU, torch does this in one kernel.
+    Elsewhere `_RMSNorm` is used, because torch would save two more tensors for the backward pass.
     """
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -131,8 +131,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class GatedLayer(TrunkBlock):
-    """A block of rotary attention and a gated feed-forward part (SwiGLU), with a norm before each part. The function
-    `norm` makes a norm for a width. `RotaryEmbedding` explains `interleaved`.
+    """A block of rotary attention and a gated feed-forward part (SwiGLU), with a norm before each part.
+    `norm(width)` makes a norm module. `RotaryEmbedding` explains `interleaved`.
     """
 
     def __init__(self, config: EsmcConfig, norm: Callable[[int], nn.Module], interleaved: bool) -> None:
@@ -154,7 +154,7 @@ class GatedLayer(TrunkBlock):
         on_attention: OnAttention | None = None,
         between: Between | None = None,
     ) -> torch.Tensor:
-        """Map x [T, D] to [T, D]. After attention, add `branch_scale` times the result of the function `between`."""
+        """Map x [T, D] to [T, D]. If `between` is given, add `branch_scale` times its result after attention."""
         on_qk = partial(on_attention, layer) if on_attention is not None else None
         y_TD = self.self_attn(self.self_attn_layer_norm(x_TD), batch, on_qk)
         x_TD = torch.add(x_TD, y_TD, alpha=self.branch_scale)
@@ -220,13 +220,13 @@ AUTHORS = Names(
 """The tensor names in the authors' files of ESM3, and of ESM-C from 2024-12."""
 
 LM_HEAD = {"0": "dense", "2": "layer_norm", "3": "decoder"}
-"""The index of each LM-head layer in the authors' `nn.Sequential`, mapped to esmshard's name."""
+"""The index of each LM-head layer in the authors' `nn.Sequential`, mapped to esmshard's name of the layer."""
 
 JOINED = {
     "attn.layernorm_qkv.1.weight": ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
     "ffn.1.weight": ("gate.weight", "up.weight"),
 }
-"""The names of joined tensors in files, mapped to esmshard's tensors with equally many rows each."""
+"""The names of joined tensors in files, mapped to esmshard's names of the parts. All parts have equally many rows."""
 
 _OF_2026 = {
     "layernorm_qkv.layer_norm_": "layernorm_qkv.0.",
@@ -239,7 +239,7 @@ _OF_2026 = {
 
 
 def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
-    """Return esmshard's tensors under this key of the authors' files, as in `Family.pieces`."""
+    """Return the result of `Family.pieces` for a key of the authors' files. `names` translates the tensor names."""
     for new, old in _OF_2026.items():
         key = key.replace(new, old)
     match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)
@@ -257,15 +257,15 @@ def authors_sizes(keys: Iterable[str], table: str, shape: Sequence[int]) -> dict
     `shape` are the key and shape of the token embedding. Raises `ValueError` for an unexpected shape.
     """
     if len(shape) != 2 or shape[0] != ROWS or shape[1] % HEAD:
-        raise ValueError(f"{table} is {list(shape)} and must have {ROWS} rows and a multiple of {HEAD} columns")
+        raise ValueError(f"{table} has shape {list(shape)} and must have {ROWS} rows and a multiple of {HEAD} columns")
     layers = {int(match[1]) for key in keys if (match := re.match(r"transformer\.blocks\.(\d{1,6})\.", key))}
     return {"n_layers": max(layers, default=0) + 1, "dim": shape[1], "n_heads": shape[1] // HEAD}
 
 
 def write_tokenizer(directory: Path, vocabulary: Sequence[str], roles: Mapping[str, str], name: str) -> None:
-    """Write a tokenizer of single letters for `transformers.AutoTokenizer` to an existing directory. `roles` has the
-    special tokens by their names in `transformers`. The tokenizer adds `bos` and `eos`. `name` is the tokenizer's
-    class.
+    """Write a tokenizer of single letters for `transformers.AutoTokenizer` to an existing directory. `vocabulary`
+    has the tokens in the order of their indices. `roles` has the special tokens by their roles in `transformers`, such
+    as `mask`. The tokenizer adds `bos` and `eos` to each sequence. `name` is the tokenizer's class.
     """
     rows = {token: n for n, token in enumerate(vocabulary)}
     special = sorted(set(roles.values()), key=rows.__getitem__)
@@ -384,7 +384,7 @@ class EsmcFamily(Family):
         write_tokenizer(directory, names, {role: names[n] for role, n in roles.items()}, "EsmcTokenizer")
 
     def read_pickle(self, data: Mapping[str, Any], path: Path) -> Opened | None:
-        """Read a `.pth` file of 2024-12. The tensors' shapes give the sizes."""
+        """Read a `.pth` file of 2024-12. The architecture follows from the shapes of the tensors."""
         table = data.get("embed.weight")
         if table is None or not any(str(key).startswith("transformer.blocks.") for key in data):
             return None

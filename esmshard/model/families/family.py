@@ -38,7 +38,7 @@ class Released:
 
 
 class Piece(NamedTuple):
-    """A tensor of esmshard, and its rows in a tensor of a file, by default all rows."""
+    """A part of a tensor in a file: esmshard's name of the part, and its rows in the file's tensor (by default all)."""
 
     name: str
     rows: slice = slice(None)
@@ -49,7 +49,7 @@ class Names:
     """Translates between esmshard's tensor names ("our names") and the names in a file layout ("their names")."""
 
     block: str
-    """The prefix of a block's number in files. In esmshard's names, the prefix is `layers.`."""
+    """The text before the index of a block in the names in files. In esmshard's names, this text is `layers.`."""
     in_block: Mapping[str, str]
     """The modules of a block: esmshard's names mapped to the names in files."""
     others: Mapping[str, str]
@@ -73,7 +73,7 @@ class Names:
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str:
-    """Replace the first matching prefix. `prefixes` maps old to new prefixes."""
+    """Replace the first prefix that `name` has. `prefixes` maps old to new prefixes."""
     old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
     return prefixes.get(old, "") + name.removeprefix(old)
 
@@ -87,7 +87,7 @@ class AuthorsFile:
     code: str
     """The name and address of the authors' code in Markdown, for the model card."""
     lacks: tuple[str, ...] = ("head.",)
-    """Name prefixes of the tensors that the file cannot contain."""
+    """The prefixes of the names of tensors that the file cannot contain."""
     our_names: bool = False
     """Whether the file has esmshard's tensor names. Otherwise, it has the names in `Family.names`."""
 
@@ -96,20 +96,20 @@ class AuthorsFile:
         return directory / f"{stem}.pth"
 
     def write(self, file: Path, config: Any, tensors: dict[str, torch.Tensor]) -> list[Path]:
-        """Write tensors with the file's names. Return the paths of all written files."""
+        """Write `tensors`, whose keys are the names for the file. Return the paths of all written files."""
         torch.save(tensors, file)
         return [file]
 
 
 class Corruption(NamedTuple):
-    """The changes to the residues that pre-training predicted. All other predicted residues became `<mask>`."""
+    """How pre-training changed the residues to predict. They became `<mask>`, except for the shares named here."""
 
     random: float
-    """The share of the predicted residues that became a random letter."""
+    """The share of the residues to predict that became a random letter."""
     unchanged: float
-    """The share of the predicted residues that did not change."""
+    """The share of the residues to predict that did not change."""
     letters: int
-    """The number of equally likely letters for the random letter."""
+    """The number of letters from which the random letter was drawn, with equal probabilities."""
 
 
 class Opened(NamedTuple):
@@ -143,15 +143,15 @@ class Family(ABC):
     paper: ClassVar[str]
     """The publication of the architecture: authors, year, journal and DOI or address."""
     window: ClassVar[int]
-    """The length of the longest sequence in training, in residues, if `ModelConfig.window` is None. Longer proteins are
-    scored and embedded in windows of this length."""
+    """The length of the longest sequence in pre-training, in residues. `ModelConfig.window` may have another length for
+    one model. Longer proteins are scored and embedded in windows of this length."""
     corruption: ClassVar[Corruption | None] = None
-    """The changes in pre-training, for estimates of masked probabilities without masks. None if they are unknown, or if
-    all predicted residues became `<mask>`."""
+    """How pre-training changed residues; needed to estimate masked probabilities without masks. None if this is
+    unknown, or if all residues to predict became `<mask>`."""
     tracks: ClassVar[tuple[Track, ...]] = ()
     """The tracks that models of this family can read in addition to the amino acids."""
     encoders: ClassVar[Mapping[str, Encoder]] = {}
-    """By track name, the functions that compute codes from coordinates."""
+    """The functions that compute the codes of a track from coordinates, by track name."""
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {}
     """The file formats for the authors' code, by the value of the option `consolidate --to`."""
 
@@ -163,7 +163,7 @@ class Family(ABC):
     names: ClassVar[Names]
     """The tensor names in the directories that esmshard writes."""
     prefix: ClassVar[str] = ""
-    """The prefix of the trunk's tensors, such as `esm.`. Files without LM head lack this prefix."""
+    """The prefix of the trunk's tensors, such as `esm.`. Files of models without an LM head lack this prefix."""
     model_class: ClassVar[str] = ""
     """The class of `transformers` that reads the model directories; empty if only esmshard reads them."""
     remote_code: ClassVar[bool] = False
@@ -175,7 +175,9 @@ class Family(ABC):
         return self.config.family
 
     def initial(self, config: Any, name: str, shape: torch.Size, generator: torch.Generator) -> torch.Tensor:
-        """Make an initial tensor: matrices are normal with standard deviation 0.02, biases 0, norms 1."""
+        """Return initial values of the tensor `name`: 0 for biases, 1 for norms, and for matrices normally distributed
+        numbers with standard deviation 0.02.
+        """
         if is_computed(name):
             return inverse_frequencies(config.head_dim)
         if name.endswith("bias"):
@@ -194,12 +196,12 @@ class Family(ABC):
 
     @abstractmethod
     def pieces(self, key: str, config: Any) -> Sequence[Piece]:
-        """Return esmshard's tensors under a key of a file, and their rows there. The result is empty for keys that are
-        not needed. For an unknown key, the result is one tensor whose name is the key.
+        """Return the parts of the tensor that a file has under `key`. The result is empty for a key that is not needed.
+        For an unknown key, the result is one part with the key as its name.
         """
 
     def tensors(self, readers: Mapping[str, WeightReader], config: Any) -> dict[str, WeightReader]:
-        """Return the readers by esmshard's names, from the readers by the keys of a file."""
+        """Return a reader for each of esmshard's tensors, by name. `readers` has the readers by the keys of a file."""
         pieces = [(piece, reader) for key, reader in readers.items() for piece in self.pieces(key, config)]
         return {piece.name: reader.part(piece.rows) for piece, reader in pieces}
 
@@ -218,7 +220,7 @@ class Family(ABC):
 
 
 def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "") -> None:
-    """Raise `ValueError` with all settings in `raw` that differ from `fixed`."""
+    """Raise `ValueError` with all settings in `raw` that differ from `fixed`. `place` is a prefix for their names."""
     if wrong := [
         f"{place}{key} is {raw[key]!r}, not {value!r}" for key, value in fixed.items() if raw.get(key, value) != value
     ]:

@@ -26,7 +26,7 @@ RELEASED: dict[str, Released] = {name: model for family in FAMILIES.values() for
 WINDOW = "trained_window"
 """The key for `ModelConfig.window` in `config.json`. `transformers` ignores this key."""
 CHAINS = "joined_chains"
-"""The key for `ModelConfig.chains` in `config.json`. The default is not written."""
+"""The key for `ModelConfig.chains` in `config.json`. The key is left out for the default value."""
 
 
 def released_name(name: str) -> str | None:
@@ -40,7 +40,7 @@ def family_of(config: ModelConfig) -> Family:
 
 
 def window_of(config: ModelConfig) -> int:
-    """Return the length of the longest sequence in a model's training, in residues."""
+    """Return the length of the longest sequence that a model was trained on, in residues."""
     return family_of(config).window if config.window is None else config.window
 
 
@@ -57,8 +57,8 @@ def n_parameters(config: ModelConfig) -> int:
 
 
 def recorded_config(record: Mapping[str, Any]) -> ModelConfig:
-    """Return the architecture from the result of `ModelConfig.recorded`. Raises `ValueError` or `TypeError` for errors
-    in `record`.
+    """Return the architecture from the result of `ModelConfig.recorded`. Raises `ValueError` or `TypeError` if
+    `record` is invalid.
     """
     sizes = dict(record)
     name = sizes.pop("family", None)

@@ -28,13 +28,13 @@ VOCABULARY = SPECIAL + tuple(
     residue + structure for residue in STANDARD + UNKNOWN for structure in STRUCTURE.letters + UNKNOWN
 )
 PAIRS = len(SPECIAL)
-"""The embedding's row for the first pair. The 21 pairs of an amino acid have neighbouring rows."""
+"""The index of the embedding's row for the first pair. The 21 pairs of an amino acid have neighbouring rows."""
 STRUCTURES = len(STRUCTURE.letters) + 1
 
 
 def _first_row(token: str) -> int:
-    """Return the embedding's row for a token of `esmshard.vocab`; for a residue, the row of its first pair. `<mask>`
-    and letters that SaProt lacks count as an unknown amino acid.
+    """Return the index of the embedding's row for a token of `esmshard.vocab`; for a residue, of the row of its first
+    pair. `<mask>` and letters that SaProt lacks count as an unknown amino acid.
     """
     if token in (*RESIDUES, TOKENS[MASK]):
         residue = token if token in STANDARD else UNKNOWN
@@ -44,7 +44,7 @@ def _first_row(token: str) -> int:
 
 @cache
 def _first_rows(device: torch.device) -> torch.Tensor:
-    """Return `_first_row` of all tokens on a device. Without the cache, each forward pass would wait for a copy."""
+    """Return `_first_row` of all tokens, on `device`. The cache avoids a copy to it in each forward pass."""
     return torch.tensor([_first_row(token) for token in TOKENS], device=device)
 
 
