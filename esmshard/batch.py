@@ -118,8 +118,9 @@ class TokenBatch:
 
 
 def piece(values: npt.NDArray[Any], start: int, length: int) -> npt.NDArray[Any]:
-    """Cut at most `length` residues, from residue `start` (counted from 0), out of the tokens or a track of one
-    sequence. The entries for `<cls>` and `<eos>` are kept.
+    """Return at most `length` residues, from residue `start` (counted from 0), between `<cls>` and `<eos>`.
+
+    `values` are the tokens or a track of one sequence.
 
     >>> piece(np.array([0, 20, 15, 11, 2]), 1, 2).tolist()
     [0, 15, 11, 2]

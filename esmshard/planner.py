@@ -135,7 +135,7 @@ class Machines:
 
     @property
     def room(self) -> int:
-        """The GPU memory for tensors, in bytes. NCCL, CUDA and kernels use the other 1 GiB."""
+        """The memory of one GPU for tensors, in bytes: all except 1 GiB, which NCCL, CUDA and kernels use."""
         return self.gpu.memory_bytes - 1024 * MIB
 
     def __str__(self) -> str:
@@ -203,8 +203,8 @@ def numbers_of(
 ) -> ModelNumbers:
     """Count the parameters of a model with `layers`. Call this function after `FineTuner.adapt` and before `shard`.
 
-    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen,
-    `layer_trained` is the mean over all layers, and `inputs` describes the layer with the most trained parameters.
+    `tracks` are the tracks that all batches have in addition to the sequence. If some layers are frozen, the result's
+    `layer_trained` is the mean over all layers, and its `inputs` describes the layer with the most trained parameters.
     """
 
     def count(module: nn.Module, trained: bool = False) -> int:
@@ -458,8 +458,9 @@ class Cost:
 def our_passes(numbers: ModelNumbers) -> float:
     """Return how many vectors of width D a layer's element-wise kernels read or write for a token in a forward pass.
 
-    These are 4 for norms, 29 for the rotation (in fp32), 6 for sums, and 4 for norms of queries and keys. A gelu adds 2
-    vectors of the feed-forward width, and a gate 5. A compiled layer needs about half.
+    These are 4 for norms, 29 for the rotation (in fp32) and 6 for sums; and 4 more if queries and keys have norms. A
+    gelu adds 2 vectors of the feed-forward width, and a gate 5. The result is for a layer that is not compiled; a
+    compiled layer needs about half.
     """
     config = numbers.config
     return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
@@ -469,8 +470,8 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
     """Return the model's FLOPs for one token in forward and backward pass, without recomputation.
 
     The forward pass needs two FLOPs for each parameter of a layer, plus attention. If layers are trained, the gradients
-    of inputs need two FLOPs for each parameter, and those of attention twice its forward FLOPs. The gradients of
-    matrices need two FLOPs for each trained parameter.
+    of inputs need two FLOPs for each parameter, and the gradients of attention twice its forward FLOPs. The gradients
+    of matrices need two FLOPs for each trained parameter. `attended` is as in `Work`.
     """
     through, config = int(numbers.layer_trained > 0), numbers.config
     products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
@@ -478,7 +479,7 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
 
 
 def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
-    """Estimate the time of one training step, and how many bytes a rank receives, on all GPUs of `machines`."""
+    """Estimate the time of one training step on all GPUs of `machines`, and how many bytes each rank receives."""
     gpu, config, tensor, together = machines.gpu, numbers.config, layout.tensor, layout.together
     n, m, peak, hbm = config.n_layers, work.micro_batches, gpu.flops(layout.precision), HBM_SHARE * gpu.hbm
 
@@ -572,7 +573,7 @@ def _collectives(
     spanned = max(1, ranks // per_machine)
 
     def collective(whole: int) -> float:
-        """Return the seconds of a collective for `whole` bytes. A machine receives each part only once."""
+        """Return the seconds of a collective for `whole` bytes. A machine receives each byte only once."""
         if ranks == 1:
             return 0.0
         inside = _received(whole, min(ranks, per_machine)) / gpu.link
@@ -644,7 +645,7 @@ def head_bytes(
     """Return a function from a micro-batch's number of tokens to the memory that the task's head keeps, in bytes.
 
     The function assumes a micro-batch of the longest record and average records. `tokens_N` are the lengths of all
-    records in tokens.
+    records in tokens. `n_logits` is as in `ModelConfig`.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
     each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
@@ -761,7 +762,7 @@ class Plan:
 def plan(recipe: Recipe, machines: Machines) -> Plan:
     """Estimate every strategy with every checkpointing mode. If no option fits, estimate all with `cpu_offload` too.
 
-    If the recipe sets neither `parallel.tensor` nor `parallel.context`, the options also have other powers of two for
+    If the recipe sets neither `parallel.tensor` nor `parallel.context`, the options contain 1, 2, 4, ... as
     `parallel.tensor`.
 
     Raises:
@@ -835,7 +836,7 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
 
 
 def model_numbers(recipe: Recipe, config: ModelConfig, task: Task | None = None) -> ModelNumbers:
-    """Count the parameters of a recipe's model with the head of `task`, or with the LM head.
+    """Count the parameters of a recipe's model with the head of `task`, or with the LM head if `task` is None.
 
     `task` is a result of the method `Task.learn`.
     """

@@ -107,7 +107,7 @@ class Model:
             pool: `mean`, `max` and `cls` give an array [N, D]. Other pools give a list of arrays: `residue` [L, D],
                 `logits` [L, 33] for the tokens `esmshard.vocab.TOKENS`, `contacts` [L, L] from the language model's
                 contact regression, `attentions` [H, L, L] for all heads of a layer. For several pools, give a list.
-            layers: a number from 0 (embedding, without `attentions`) to the number of layers; by default the last
+            layers: 0 (the embedding, which has no `attentions`), or 1 to the number of layers; by default the last
                 layer. For several layers, give a list.
             long: the treatment of sequences that are longer than the training sequences: `full`, `window` or
                 `truncate`, or an `embed.spec.Long`.
@@ -119,7 +119,7 @@ class Model:
             `mean_6`.
 
         Raises:
-            InputError: a sequence cannot be read, memory does not suffice, or the head of a pool was never trained.
+            InputError: a sequence cannot be read, memory does not suffice, or the model has no trained head for a pool.
         """
         pools = [pool] if isinstance(pool, str) else list(pool)
         several = not (isinstance(pool, str) and (layers is None or isinstance(layers, int)))
@@ -309,7 +309,7 @@ def load(
         device: `cpu`, `cuda`, `cuda:N` or `mps`; by default the first GPU, or the CPU if there is no GPU.
         dtype: the dtype of weights and arithmetic: `fp32` (the default), `fp16` or `bf16`.
         join: how the chains of a sequence are joined, such as `linker:25,gap:512`; by default as the model's files say,
-            or else with 25 glycines. For a fine-tuned model, any other value is a `UsageError`.
+            or else with 25 glycines. A fine-tuned model accepts only the value of its fine-tuning.
 
     Raises:
         InputError: a file of the model cannot be used.

@@ -1,7 +1,7 @@
 """Start and read runs in Python: `esmshard.finetune` and `esmshard.Run`.
 
-`finetune` and the command `esmshard finetune` call the function `start`. It checks the recipe, starts processes,
-summarises several runs and draws figures. It restores environment variables and signal handlers at the end.
+`finetune` and the command `esmshard finetune` call the function `start`. `start` checks the recipe, starts
+processes, summarises several runs and draws figures. It restores environment variables and signal handlers at the end.
 """
 
 import json
@@ -43,13 +43,15 @@ class Run:
 
     @property
     def runs(self) -> dict[str, "Run"]:
-        """The runs of a cross-validation or of several seeds, by name; empty for one run, and until all are done."""
+        """The runs of a cross-validation or of several seeds, by name; empty for a single run or unfinished runs."""
         summary = self._json("summary.json")
         return {} if summary is None else {name: Run(self.path / name) for name in summary["runs"]}
 
     @property
     def status(self) -> str:
-        """The state: `failed`, `running`, `preempted` or `done`. Of several runs, the first of these that one has."""
+        """The state: `failed`, `running`, `preempted` or `done`. For several runs: `failed` if any has
+        failed; otherwise `running` if any is running, and so on.
+        """
         from esmshard.train.run_dir import joint_state, standings
 
         return joint_state(standings(self.path))
@@ -323,8 +325,8 @@ def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
 
 
 def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
-    """Search settings of a recipe, as the only worker or with other workers (docs/sweep.md). The last worker trains the
-    best settings with several seeds, and tests each of these models once. A dry run prints the plan.
+    """Search settings of a recipe, as the only worker or with other workers (docs/sweep.md). After the last trial, one
+    worker trains models with the best settings and several seeds, and tests each model once. A dry run prints the plan.
     """
     try:
         import optuna  # noqa: F401
@@ -412,8 +414,8 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
     several = (options.seeds or 1) > 1 or options.folds
     if options.nproc or options.dry_run or options.max_restarts or several:
         raise UsageError(
-            "--nproc, --max-restarts, --seeds, --folds and --dry-run belong to a single command; a launcher has "
-            "started this process already: remove them, or start the command without the launcher"
+            "--nproc, --max-restarts, --seeds, --folds and --dry-run are for a command without a launcher, and a "
+            "launcher has started this process; remove them, or start the command without the launcher"
         )
     if options.stop_after is not None and launch.restarts_allowed():
         raise UsageError(
@@ -465,8 +467,8 @@ def _allocator() -> dict[str, str]:
     """Return the environment variable that configures torch's GPU allocator for a run; {} if the user has set it.
 
     By default the allocator cannot use freed segments for the tensors of a slightly larger micro-batch. So a run may
-    lack memory although half of the memory is free. Expandable segments leave no such gaps. torch reads the variable at
-    its import.
+    lack memory although half of the memory is free. With expandable segments, it can use this memory. torch reads
+    the variable at its import.
     """
     if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         return {}

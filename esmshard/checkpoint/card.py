@@ -1,7 +1,7 @@
 """The model card: the file `README.md` in a model directory, which the Hugging Face hub shows.
 
-The template is `card.md.jinja`. The card says which facts are unknown. It says that a model comes from ESM-2
-only if the recipe names ESM-2 weights. Users share the card, so it shows only the last part of each path.
+The template is `card.md.jinja`. The card says which facts are unknown. If the recipe names ESM-2 weights, the card says
+that the model comes from ESM-2. Users share the card, so it shows only the last part of each path.
 """
 
 import html

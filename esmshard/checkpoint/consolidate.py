@@ -130,8 +130,8 @@ def consolidate(
 def _finish(
     work: Path, out: Path, about: Mapping[str, Any], digests: Mapping[str, str], run: Path | None
 ) -> dict[str, Any]:
-    """Write `esmshard.json` to `work`, without paths of this machine, and return its content. Copy BASELINES and SEEN
-    from `run`. `out` is the final path of `work`.
+    """Write `esmshard.json`, without paths of this machine, to `work`. Return the content of this file. Also copy
+    BASELINES and SEEN from `run` to `work`. `out` is the final path of `work`.
     """
     shared = dict(about) | weights.record(digests)
     if "recipe" in shared:
@@ -211,7 +211,7 @@ class Checkpoint:
     path: Path
     state: Mapping[str, Any]
     sizes: Mapping[str, torch.Size]
-    """The shape of each tensor by name. The names are as in `Opened.sizes`, with those of a LoRA."""
+    """The shape of each tensor by name. Names are as in `Opened.sizes`. A LoRA's tensors are included."""
     read: Source
 
     @property
@@ -313,10 +313,10 @@ def on_base(checkpoint: Checkpoint, base: str | None = None) -> tuple[dict[str, 
 def write_adapter(
     directory: Path, checkpoint: Checkpoint, base: str | None = None, out: Path | None = None
 ) -> dict[str, str]:
-    """Write the trained part as a PEFT adapter and a task head. Return the sha256 of each weight file by file name.
+    """Write a checkpoint as a PEFT adapter and a task head. Return the sha256 of each weight file by file name.
 
     The base model is not read. `base` is the name of the base model in the adapter; by default the path in the
-    checkpoint, made relative to `out`. `out` is the final path of `directory`, if it will be renamed. Raises
+    checkpoint, made relative to `out`. `out` is the final path of `directory`, if that will be renamed. Raises
     `UsageError` for a checkpoint without a LoRA.
     """
     config = recorded_config(checkpoint.state["config"])
@@ -334,7 +334,7 @@ def write_adapter(
 
 
 def _with_regression(state: Mapping[str, Any], sizes: Mapping[str, torch.Size], read: Source) -> Source | None:
-    """Return a function like `read` that reads the tensors of the contact regression from the task head.
+    """Return a function like `read`, except that it takes the tensors of the contact regression from the task head.
 
     Returns None if the task head is not a regression over attention maps, or if the contact regression was trained.
     """

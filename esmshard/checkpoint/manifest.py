@@ -51,8 +51,8 @@ def complete(directory: Path) -> list[Path]:
 
 
 def seal(work: Path, final: Path, files: Mapping[str, Entry]) -> None:
-    """Write the manifest (`files`) to `work`, whose other files are on disk, and rename `work` to `final`. After a
-    power cut, `final` is complete or does not exist.
+    """Write the manifest (`files`) to `work`, and rename `work` to `final`. The other files of `work` must be on disk
+    already. After a power cut, `final` is complete or does not exist.
     """
     replace_text(work / MANIFEST, json.dumps({"files": dict(files)}, indent=1))
     sync_directory(work)
@@ -88,7 +88,7 @@ def prune(directory: Path, newest: Path, keep: int) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory. It first gets a hidden name, so that `sweep` can finish if the process is killed."""
+    """Remove a directory. It first gets a hidden name, so `sweep` can finish the removal if the process is killed."""
     hidden = path.with_name(f".tmp-removed-{path.name}")
     shutil.rmtree(hidden, ignore_errors=True)
     path.rename(hidden)
@@ -118,10 +118,10 @@ def entry(path: Path) -> Entry:
 
 
 def damage(path: Path) -> str:
-    """Return a text with a phrase for each bad file of a checkpoint; empty if all files are good.
+    """Return a text with a phrase for each file of a checkpoint that is missing or altered; empty if there is none.
 
-    A `*.safetensors` file that is not in the manifest is bad, because torch would read it. Other files that are not in
-    the manifest are ignored.
+    A `*.safetensors` file that is not in the manifest counts, too, because torch would read it. Other files that are
+    not in the manifest are ignored.
     """
     try:
         known: dict[str, Entry] = read_json(path / MANIFEST)["files"]

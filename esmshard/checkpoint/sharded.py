@@ -35,7 +35,7 @@ from esmshard.io.paths import read_json, replace_text
 FORMAT, VERSION = "esmshard-checkpoint", 3
 FILE_BYTES = 10**9
 """The approximate size, in bytes, of each file of a rank. While torch writes a file, the host's memory holds two copies
-of the file's tensors in addition to `tensors`."""
+of the file's tensors, besides the tensors that `write` gets."""
 PATIENCE = 60.0
 """After an error, a rank waits at most this number of seconds until its last checkpoint is written. Without the limit
 it could wait forever for ranks that are gone or stuck."""
@@ -174,7 +174,7 @@ def _tensors_of(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
 
 
 def read_state(path: Path) -> dict[str, Any]:
-    """Read the `state.json` of a verified checkpoint. Raise `InputError` if its format is not of this version."""
+    """Read the `state.json` of a verified checkpoint. Raise `InputError` if its format is not the present one."""
     state: dict[str, Any] = read_json(path / "state.json")
     if (state.get("format"), state.get("version")) != (FORMAT, VERSION):
         raise InputError(f"{path}: written by another version of esmshard; use that version, or start again")
@@ -187,9 +187,10 @@ class Saver:
     Use it as `with saver:`. If an error ends the block, the rank waits for the checkpoint that is being written.
 
     With `background`, `save` waits until the previous copy is written, copies this rank's shards to the host's memory,
-    and returns. A thread then writes the copy. It has its own process group, so its messages do not mix with those of
-    training. The copy needs 12 bytes for each trained parameter in the shards: the weight and both moments of AdamW.
-    torch's `async_save` is not used, because it ends before the files have hashes and the checkpoint has its name.
+    and returns. A thread then writes the copy. The thread has its own process group, so its messages do not mix with
+    those of training. The copy needs 12 bytes for each trained parameter in the shards: the weight and both moments
+    of AdamW. torch's `async_save` is not used, because it ends before the files have hashes and the checkpoint has its
+    name.
 
     A rank that waits more than `timeout` seconds for another rank raises an error.
     """
@@ -218,7 +219,7 @@ class Saver:
     def save(
         self, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], best: bool = False
     ) -> None:
-        """Write a checkpoint as the function `write` does. If the previous one was not written, raise its error."""
+        """Write a checkpoint as the function `write` does. First raise the previous checkpoint's error, if any."""
         self.finish()
         options: dict[str, Any] = {"keep": self._keep, "best": best, "group": self._group}
         if not self._background:
@@ -229,7 +230,7 @@ class Saver:
         self._writing = self._pool.submit(write, self._directory, step, staged, state, **options)
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is written. If it was not written, raise the error once."""
+        """Wait until the last checkpoint is written. If that failed, raise the error, but only in the first call."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()

@@ -31,7 +31,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "Model files": (models.consolidate, models.download, models.push),
     "Clusters": (cluster.launch, cluster.doctor),
 }
-"""The command functions for each part of `--help`. A command has the name of its function."""
+"""The command functions under each heading of `--help`. Each command has the name of its function."""
 COPIED = {
     "predict": ("data",),
     "score": ("sequences", "table"),
@@ -42,8 +42,8 @@ COPIED = {
     "consolidate": ("source",),
     "finetune": ("resume",),
 }
-"""The arguments of each command that may be bucket addresses (`s3://`, `gs://`), and whose files are copied into the
-local cache before the command runs."""
+"""For each command, the arguments that may be bucket addresses (`s3://`, `gs://`). Before the command runs, their files
+are copied into the local cache."""
 UPLOADED = ("ingest", "split", "track", "consolidate", "predict", "score", "evaluate", "report")
 """The commands whose `-o` may be a bucket address. The result is first written on this machine, then uploaded."""
 ADDRESSES = {
@@ -54,11 +54,11 @@ ADDRESSES = {
     "push": ("model",),
     "launch": ("arguments",),
 }
-"""The arguments of each command that may be bucket addresses, and whose files the command itself opens."""
+"""For each command, the arguments that may be bucket addresses, and whose files the command itself opens."""
 
 
 def with_addresses(command: Command, values: dict[str, Any]) -> None:
-    """Copy files from the bucket addresses in `values` to this machine. Run the command with these arguments. If `-o`
+    """Copy the files of arguments in COPIED from buckets to this machine, and run the command with the copies. If `-o`
     is a bucket address, upload the result.
     """
     name, upload = command.__name__, None
@@ -159,8 +159,8 @@ KEPT = {
 
 
 def after_interrupt(command: str, values: Mapping[str, Any], words: Sequence[str]) -> str:
-    """Return the message after Ctrl-C stops `esmshard` with the arguments `words`: what is saved, and the command that
-    continues, or starts again.
+    """Return the message after Ctrl-C. It says what is saved, and which command continues the work or starts it again.
+    `words` are the arguments of the stopped `esmshard`.
     """
     if command not in KEPT or values.get("dry_run") or (command == "embed" and values["out"] is None):
         return f"no result was written; to start again: esmshard {shlex.join(words)}"

@@ -21,7 +21,7 @@ def ingest(
         int | None, Option(min=8, max=10**6, help="Maximum residues of a record; needs --long.")
     ] = None,
     long: Annotated[
-        Literal["full", "crop", "window", "skip", "error"] | None, Option(help="What to do with longer sequences.")
+        Literal["full", "crop", "window", "skip", "error"] | None, Option(help="For sequences over --max-length.")
     ] = None,
     sequence_column: SequenceColumn = None,
     id_column: IdColumn = None,
@@ -85,7 +85,9 @@ def split(
     out: Annotated[Path, Option("-o", "--out", help="Directory to make.")],
     by: Annotated[
         Literal["cluster", "ratio", "given", "position", "contiguous", "modulo", "mutations", "low-to-high"] | None,
-        Option(help="Sequences: cluster (default), ratio, given. Variants: position (default), all but cluster."),
+        Option(
+            help="For sequences: cluster (default), ratio, given. For variants: position (default), any but cluster."
+        ),
     ] = None,
     sets: Annotated[
         Path | None,
@@ -96,7 +98,7 @@ def split(
         Option(metavar="FILE", help="A _cluster.tsv of MMseqs2 (repeatable); by default, MMseqs2 is run."),
     ] = None,
     ratios: Annotated[str | None, Option(metavar="N,N,N", help="Shares of the sets; by default 0.8,0.1,0.1.")] = None,
-    folds: Annotated[int | None, Option(help="Number of folds; by default train, valid and test.")] = None,
+    folds: Annotated[int | None, Option(help="Number of folds; by default the sets train, valid and test.")] = None,
     seed: Annotated[int | None, Option(help="Seed of random choices; by default 0.")] = None,
     wild_type: Annotated[Path | None, Option(metavar="FASTA", help="The protein whose variants are in DATA.")] = None,
     sequence_column: SequenceColumn = None,
@@ -106,7 +108,7 @@ def split(
     target: TargetColumn = None,
     train_max: Annotated[
         str | None,
-        Option(metavar="N", help="Maximum mutations in training (1); for low-to-high, value or share (50%)."),
+        Option(metavar="N", help="Maximum mutations in training (1); for low-to-high, maximum value or share (50%)."),
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:

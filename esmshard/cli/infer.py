@@ -36,7 +36,7 @@ def embed(
         str,
         Option(
             metavar="POOL,...",
-            help="mean, max, cls, residue, logits, contacts, attentions; by default mean or residue, by the format.",
+            help="mean, max, cls, residue, logits, contacts, attentions; default: mean or residue, to fit the format.",
         ),
     ] = "",
     layers: Annotated[
@@ -144,7 +144,7 @@ def embeddings_merge(
     ] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Merge a directory of parts into one file. The directory is kept."""
+    """Merge the parts in a finished output of embed into one file. The directory is kept."""
     from esmshard.embed import engines
     from esmshard.io import remote
 
@@ -230,7 +230,7 @@ def predict(
 def score(
     model: Annotated[str, Argument(help="A model with an LM head; no fine-tuning is needed.", autocompletion=models)],
     sequences: Annotated[
-        Path, Argument(metavar="FASTA", help="FASTA of the wild type; without variants, any sequences or store, or -.")
+        Path, Argument(metavar="FASTA", help="FASTA of the wild type; without variants, any sequences, a store, or -.")
     ],
     table: Annotated[Path | None, Argument(help="Table of variants of the wild type.")] = None,
     out: Annotated[Path | None, Option("-o", "--out", help="CSV file to write; for sequences, also Parquet.")] = None,
@@ -246,7 +246,9 @@ def score(
     ] = None,
     mutant: MutantColumn = None,
     target: TargetColumn = None,
-    offset: Annotated[int | None, Option(help="Number to add to the positions; by default, one that fits.")] = None,
+    offset: Annotated[
+        int | None, Option(help="Number to add to the positions; by default, one that fits the wild type.")
+    ] = None,
     window: Annotated[
         int | None, Option(min=1, max=1_000_000, help="Residues read at once; by default as many as in training.")
     ] = None,

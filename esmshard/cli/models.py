@@ -43,8 +43,8 @@ def download(
     to: Annotated[Path | None, Option(help="Directory for NAME/; by default the Hugging Face cache.")] = None,
     overwrite: Overwrite = False,
 ) -> None:
-    """Download released models, or repositories of the Hugging Face hub. Without network, commands then find
-    a model by its name, or with --to by its path.
+    """Download released models, or repositories of the Hugging Face hub. Other commands then need no network:
+    they find a model by its name or, after download --to, by its path.
     """
     from esmshard.model import hub
 

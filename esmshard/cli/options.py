@@ -17,8 +17,8 @@ RELEASED = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_6
 
 
 def recipes(ctx: Context, incomplete: str) -> list[str]:
-    """Return shipped recipes, the YAML files in the directory of `incomplete` (except for `recipes cp`), and, only for
-    `launch`, the words `embed` and `doctor`.
+    """Return the words that may complete `incomplete`: shipped recipes, YAML files in its directory (not for `recipes
+    cp`), and the words `embed` and `doctor` (only for `launch`).
     """
     from esmshard.recipe import recipe_file
 

@@ -64,7 +64,7 @@ def plan(
     gpus: Annotated[str, Option(metavar="NxGPU", help="GPUs of one machine, such as 8xA100-40GB.")] = "",
     nodes: Annotated[int, Option(help="Number of machines.")] = 1,
     network: Annotated[float, Option(metavar="GBIT", help="Network speed of each GPU in Gbit/s.")] = 200,
-    memory: Annotated[float | None, Option(metavar="GB", help="Memory of a GPU that is not in the list.")] = None,
+    memory: Annotated[float | None, Option(metavar="GB", help="Memory of a GPU that plan does not know.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Estimate memory and time of a recipe on given GPUs, and recommend a strategy, without a GPU or weights."""

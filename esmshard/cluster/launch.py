@@ -49,8 +49,8 @@ class Job:
     kind: Literal["finetune", "embed", "doctor"]
     """The command. `finetune` and `doctor` use all nodes together. `embed` has `array` separate workers."""
     arguments: tuple[str, ...]
-    """The arguments of `esmshard`, such as ("finetune", "/my.yaml", "--resume", "auto"). The job file adds more
-    arguments. On Kubernetes, the recipe is a shipped recipe, or a path in the pods."""
+    """The arguments of `esmshard`, such as ("finetune", "/my.yaml", "--resume", "auto"). The job file adds arguments
+    to these, such as `--nproc`. On Kubernetes, the recipe is a shipped recipe, or a path in the pods."""
     out: str
     """The directory of a run, or the output of `embed`."""
     directory: str = "/"
@@ -273,7 +273,7 @@ def default_file(job: Job, target: Target) -> Path:
 
 
 def _slurm(job: Job, site: Site) -> dict[str, Any]:
-    """Return the template variables for Slurm. Raises `UsageError` if the profile lacks a key or a path's mount."""
+    """Return the template variables for Slurm. Raises `UsageError` if `site` lacks a key or a mount for the job."""
     container, tasks = site.container, 1 if job.starts_processes else job.nproc
     if container.runtime == "none" and site.python is None:
         raise UsageError("python: the job needs a Python interpreter; set its path in the site profile")
@@ -313,7 +313,7 @@ def _slurm(job: Job, site: Site) -> dict[str, Any]:
 
 
 def _kubernetes(job: Job, site: Site) -> dict[str, Any]:
-    """Return the template variables for Kubernetes. Raises `UsageError` if the profile lacks the image or the claim."""
+    """Return the template variables for Kubernetes. Raises `UsageError` if `site` lacks `image` or `claim`."""
     wanted, image = site.kubernetes, site.container.image or ""
     if not image or image.startswith("/") or image.endswith((".sif", ".sqsh")):
         raise UsageError("container.image: Kubernetes needs an image in a registry; set its name in the site profile")

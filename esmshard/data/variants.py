@@ -46,7 +46,7 @@ _ACCESSION = re.compile(r"([NX]P_\d+|[A-Z][A-Z0-9_]*\d\.\d+):(?=p\.)")
 _JOINED = re.compile(r"\s*[:;,/+]\s*|\s+")
 _SUBSTITUTION = re.compile(r"([A-Z]{3}|[A-Z])(-?\d{1,6})([A-Z]{3}|[A-Z]|\*|=)", re.ASCII | re.IGNORECASE)
 _HOW = "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type; remove rows of other changes"
-"""The advice at the end of error messages about cells of the mutation column that cannot be used."""
+"""The end of error messages about unusable cells of the mutation column: how to write a valid cell."""
 
 
 class RefusedVariant(InputError):
@@ -166,7 +166,7 @@ NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score 
 Replicates = Literal["error", "mean", "keep"]
 Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
-"""A table is refused if over this share of its rows have no valid variant, or do not fit the wild type."""
+"""A table is refused if more than this share of its rows has no valid variant, or does not fit the wild type."""
 
 FEW_SITES, COMBINED = 10, 0.1
 """Variants are a combinatorial library if they change at most FEW_SITES sites in total, and if more than the share
@@ -232,8 +232,8 @@ def read_variants(
     Args:
         path: the path of the table; see the function `tables.read_table`.
         wild_type: the path of a FASTA file with one record (a Path), or the sequence in upper case (a str).
-        mutant: the column of mutations; by default the only column with a name in MUTANT_COLUMNS, in any case. Without
-            such a column, a column with a name in SEQUENCE_COLUMNS is read, and compared with the wild type.
+        mutant: the column of mutations; by default the only column with a name in MUTANT_COLUMNS, in upper or lower
+            case. Without such a column, a column of sequences (SEQUENCE_COLUMNS) is compared with the wild type.
         targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. None reads no
             values.
         offset: the number to add to each position in the table. If the positions do not fit the wild type, "auto"
@@ -359,7 +359,7 @@ class _Reading:
 
     def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
         """Parse the cells of `column` with the function `read`, except in left-out rows. Rows that `read` refuses are
-        left out too. If they are more than the share `max_unusable`, `InputError` names the first three.
+        left out too. If the share of refused rows is above `max_unusable`, `InputError` names the first three.
         """
         rows = [row for row in range(len(self.table)) if row not in self.left_out]
         cells, refused = self.table.column(column), dict[int, str]()
@@ -375,7 +375,7 @@ class _Reading:
 
     def place(self, offset: int | Literal["auto"]) -> int:
         """Add `offset` (for `auto`, a shift that fits the wild type) to all positions. Return the shift. Variants that
-        do not fit are left out. If they are more than the share `max_unusable`, `InputError` names the first three.
+        do not fit are left out. If their share is above `max_unusable`, `InputError` names the first three.
         """
         path, protein, name = self.table.path, self.protein, self.protein_name
         counts = Counter(itertools.chain.from_iterable(self.variants.values()))

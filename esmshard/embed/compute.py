@@ -130,7 +130,9 @@ class Embedder:
         return [*([in_packs[k] for k in group] for group in groups), *([n] for n in in_windows)]
 
     def _cost(self, kept: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return the cost in tokens of sequences with `kept` residues. Attention maps make long sequences cost more."""
+        """Return how many tokens of a batch's maximum each sequence with `kept` residues uses. Long sequences with
+        attention maps use more than their own tokens, because the maps need memory.
+        """
         cost: npt.NDArray[np.int64] = np.maximum(kept + 2, kept * kept * self._maps * self.tokens // PACK_MAPS)
         return cost
 
@@ -163,7 +165,9 @@ class Embedder:
         side_by_side(compute, packs, self.device, threads=self._threads)
 
     def _pack(self, inputs: Sequence[ModelInput]) -> list[Computed | Failed]:
-        """Compute all sequences at once. If memory does not suffice, try each half, and one sequence in windows."""
+        """Compute all sequences at once. If memory does not suffice, compute each half of them, and divide a single
+        sequence into windows.
+        """
         results = halving(lambda members: self._finish(self._values(members)), inputs, self.device)
         return [result or self._in_windows(source) for source, result in zip(inputs, results, strict=True)]
 
@@ -196,8 +200,9 @@ class Embedder:
         return [self._reduce(part, kept) for part, kept in zip(self._forward(inputs), inputs, strict=True)]
 
     def _forward(self, inputs: Sequence[ModelInput]) -> list[dict[str, torch.Tensor]]:
-        """Run the model on all sequences at once. Return the values of each sequence by name: `residue_K` [L, D],
-        `cls_K` [D], `logits` [L, 33] and `contacts` [L, L] on the device, and `attentions_K` [H, L, L] on the CPU.
+        """Run the model on all sequences at once. Return the values of each sequence by name, with K for the layer:
+        `residue_K` [L, D], `cls_K` [D], `logits` [L, 33] and `contacts` [L, L] on the device, and `attentions_K`
+        [H, L, L] on the CPU.
         """
         batch = pack([x.tokens for x in inputs], tracks=[x.tracks for x in inputs]).to(self.device)
         regression = self.esm.contact_head.regression
@@ -298,7 +303,7 @@ class Embedder:
 
 
 def _taper(start: int, long: Long, length: int) -> torch.Tensor:
-    """Return the weight of each residue of a window, fp32 [W]: 1, but in an overlap it falls to the window's end."""
+    """Return the weight of each residue of a window, fp32 [W]: 1; in an overlap, it falls towards the window's end."""
     place_W = torch.arange(long.window, dtype=torch.float32)
     weight_W = torch.ones(long.window)
     width = long.overlap + 1
@@ -379,7 +384,7 @@ def offloaded(source: Weights, folder: Path, dtype: torch.dtype, device: torch.d
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Move inputs and outputs to one device, because `on_attention` may combine the outputs of all layers."""
+        """Move inputs and outputs to one device. Otherwise each output would stay on the GPU of its layer."""
 
         def on_qk(layer: int, sequence: int, q_THK: torch.Tensor, k_THK: torch.Tensor) -> None:
             assert on_attention is not None
@@ -404,7 +409,7 @@ class Work:
     model: str
     device: str
     tokens: int | None
-    """See `Embedder`."""
+    """The maximum number of tokens of a batch; None for a number that suits the device."""
     reuse: Path | None = None
     """An earlier directory of parts, from which rows with equal keys are copied."""
     offload: bool = False

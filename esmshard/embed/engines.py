@@ -112,7 +112,9 @@ def share(text: str | None) -> Share:
     for number_name, count_name in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
         if number_name in env and count_name in env:
             return Share(int(env[number_name]), int(env[count_name]))
-    raise UsageError("--engine array: no variable says which worker this is; give --worker I/N, such as --worker 0/8")
+    raise UsageError(
+        "--engine array: no environment variable says which worker this is; give --worker I/N, such as --worker 0/8"
+    )
 
 
 def compute_here(work: Work, parts: Sequence[int], progressed: Progressed) -> None:
@@ -249,7 +251,7 @@ def embed(
         `array`, only worker 0 writes the output, and the other workers return None.
 
     Raises:
-        UsageError: if options contradict each other, or an output with other settings exists or was begun.
+        UsageError: if options contradict each other, or the output exists or was begun with settings other than these.
         InputError: if the input cannot be read (then no file is left behind), or parts cannot be computed or written.
     """
     if offload and (engine != "local" or nproc not in (None, 1)):

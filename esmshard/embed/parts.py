@@ -282,7 +282,7 @@ class RowPlaces:
         }
 
     def width(self, output: Output) -> int:
-        """Return the number of columns of an output's tensor; 1 for pair outputs, whose tensor has one dimension."""
+        """Return the number of columns of an output's tensor; 1 for values of residue pairs, whose tensor is 1-d."""
         return 1 if output.paired else output.shape(1, self.spec.dim)[-1]
 
     def slice(self, output: Output, row: int) -> slice:
@@ -405,8 +405,8 @@ class EmbeddingStore:
     `store["P12345"]` is an array. `store[["P12345", "Q67890"]]` is an array [N, D] if each record has one vector, else
     a list of arrays. If the store has several outputs, both expressions give a dictionary by output name.
 
-    `path` is the directory, or its address in a bucket; then it is copied to the local cache. Raise `InputError` if the
-    directory is unfinished or contains no embeddings.
+    `path` is the directory, or its address in a bucket. A directory in a bucket is copied to the local cache. Raise
+    `InputError` if the directory is unfinished or contains no embeddings.
     """
 
     def __init__(self, path: str | Path) -> None:

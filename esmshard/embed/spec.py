@@ -91,7 +91,7 @@ class Long:
     """The minimum number of residues that neighbouring windows share."""
 
     def for_model(self, config: ModelConfig) -> "Long":
-        """Replace a `window` of 0 by the model's window. Raise `UsageError` for impossible values."""
+        """Replace a `window` of 0 by the model's longest training length. Raise `UsageError` for impossible values."""
         long = self if self.window else replace(self, window=window_of(config))
         if long.mode not in ("full", "window", "truncate"):
             raise UsageError(f"--long {long.mode}: full, window or truncate is expected")
@@ -142,7 +142,7 @@ class Spec:
 
     @property
     def settings(self) -> dict[str, str]:
-        """Return the settings as strings by option of `esmshard embed`, without `--pool` and `--layers`."""
+        """Return a dict from options of `esmshard embed` to values as strings, without `--pool` and `--layers`."""
         long = self.long.mode if self.long.mode == "full" else f"{self.long.mode} --window {self.long.window}"
         long += f" --overlap {self.long.overlap}" if self.long.mode == "window" else ""
         texts = {"model": self.model_hash[:16], "--dtype": self.dtype, "--precision": self.compute, "--long": long}
@@ -166,7 +166,7 @@ class Spec:
         return json.dumps(self.settings | {"model": self.model_hash}).encode()
 
     def numbers(self, kept_U: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Return how many numbers each row has over all outputs, int64 [U]. `kept_U` has the residues of each row."""
+        """Return how many numbers each row has over all outputs, int64 [U]. A row has values for `kept_U` residues."""
         return sum((output.numbers(kept_U, self.dim) for output in self.outputs), np.zeros_like(kept_U))
 
 
@@ -234,7 +234,7 @@ def request(
     outputs = choose(pools or ["mean" if fmt == PARTS else FORMATS[fmt].default_pool], layers, config, model, heads)
     for pool, part in (("logits", "lm_head"), ("contacts", "contact_head")):
         if any(output.pool == pool for output in outputs) and part in source.unlearned:
-            raise UsageError(f"--pool {pool}: {model} has no trained {part}, which computes them; take another model")
+            raise UsageError(f"--pool {pool}: {model} has no trained {part} for this output; take another model")
     if fmt != PARTS:
         suits(fmt, outputs, dtype, out)
     computing = chosen_device(device)

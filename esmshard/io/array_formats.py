@@ -137,9 +137,9 @@ class FormatWriter(Writer):
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
     """The maximum size of a number in the file in bytes, for each dtype."""
     header: ClassVar[float] = float("inf")
-    """The maximum size in bytes of a file header that has all ids; infinite if the format sets no limit."""
+    """The maximum size in bytes of the header of a file, which has all ids; infinite if the format sets no limit."""
     extra: ClassVar[tuple[str, str] | None] = None
-    """The Python module that writes the format, and the pip extra of esmshard that installs the module; or None."""
+    """The Python module that writes the format, and the pip extra with this module; None if no extra is needed."""
 
     def __init__(self, out: Path, about: About) -> None:
         self.require(out)
@@ -242,8 +242,9 @@ class BiotrainerFormat(Hdf5Format):
             data.attrs["original_id"] = row.id
         elif not np.array_equal(self._file[key][()], values, equal_nan=True):
             raise InputError(
-                f"{self.out}: record '{row.id}' has the same sequence as an earlier record but other values, perhaps "
-                "because of its tracks, and biotrainer-h5 stores one embedding for each sequence; use --format h5"
+                f"{self.out}: record '{row.id}' has the same sequence as an earlier record but a different embedding, "
+                "perhaps because their tracks differ, and biotrainer-h5 stores one embedding for each sequence; use "
+                "--format h5"
             )
 
 

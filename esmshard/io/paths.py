@@ -142,7 +142,7 @@ def check_replaced(out: Path, written: Collection[str], marker: str | None = Non
 
 
 def settle(out: Path) -> list[str]:
-    """Remove what killed `whole_directory` calls for `out` have left. Restore a missing `out` from `.old-NAME`.
+    """Remove directories that killed processes left while they wrote `out`. Restore a missing `out` from `.old-NAME`.
 
     A scratch directory of another machine stays, because the process that writes it may still run. Return a sentence
     about each such directory.
@@ -268,11 +268,11 @@ def without_directories(value: Any) -> Any:
 
 
 def shared_place(path: str, directory: Path) -> str:
-    """Return a model's `path` as a file in `directory` names it, so that the file never shows the home directory.
+    """Return how a file in `directory` names the model at `path`, without the name of the home directory.
 
-    An absolute `path` becomes relative to `directory`, and begins with `./` or `../`. If only the root or a parent of
-    the home directory contains both, the result is `./` and the last part of `path`. Relative paths and hub names stay
-    unchanged.
+    An absolute `path` becomes relative to `directory`, and begins with `./` or `../`. But if the deepest directory that
+    contains both is the root or a parent of the home directory, return `./` and the last part of `path`. Relative paths
+    and hub names stay unchanged.
     """
     if not Path(path).is_absolute():
         return path
@@ -285,7 +285,7 @@ def shared_place(path: str, directory: Path) -> str:
 
 
 def found_place(name: str, directory: Path) -> str:
-    """If `name` begins with `./` or `../`, return the absolute path from `directory`. Otherwise return `name`."""
+    """If `name` begins with `./` or `../`, join it to `directory`, and return an absolute path. Else return `name`."""
     return os.path.abspath(directory / name) if name.startswith(("./", "../")) else name  # noqa: PTH100
 
 

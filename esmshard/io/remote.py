@@ -264,7 +264,8 @@ def write_at(url: str, overwrite: bool, write: Callable[[Path], None]) -> None:
 
     The temporary path and `url` have the same last part. `manifest.json` and `config.json` are uploaded last, because
     they mark a directory as complete. Raise `UsageError` if objects exist at the address and `overwrite` is false. If
-    `overwrite` is true, objects that `write` neither replaces nor removes stay.
+    `overwrite` is true, `write` finds each existing object as an empty file at the temporary path. Objects whose files
+    `write` neither replaces nor removes stay in the bucket.
     """
     remote, parent = RemoteDirectory(url), RemoteDirectory(url.rpartition("/")[0])
     is_file, existing = remote.look("") is not None, remote.listing()

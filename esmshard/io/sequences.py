@@ -1,8 +1,8 @@
 """Reads FASTA files, and converts tables and other sequence formats to FASTA text.
 
 A FASTA file is read in blocks of about 1 MiB, each with complete records. One call of `bytes.translate` encodes all
-records of a block that have only residue letters. Empty, too long and other records are encoded one by one, by the
-rules of `esmshard.io.symbols`.
+records of a block that have only residue letters. Records that are empty, too long or have other characters are
+encoded one by one, by the rules of `esmshard.io.symbols`.
 
 The id is the first word of the header. An empty header gets an id with its line number in the file (from 0), such as
 `seqnum000000004`, as in fair-esm.
@@ -151,7 +151,7 @@ def _set_attributes(table: Table) -> list[str]:
 
 STDIN = Path("-")
 CONVERSION = 3
-"""The version of the conversion to FASTA text. With another version, files in the cache are converted again."""
+"""The version of the conversion to FASTA text. If the version changes, files are converted and cached again."""
 
 _MAGIC = {b"\x1f\x8b": "gz", b"BZh": "bz2", b"\xfd7zXZ\x00": "xz", b"(\xb5/\xfd": "zst"}
 _NUL_HEADER = re.compile(rb"(?<![^\r\n])>([^\r\n]*\0[^\r\n]*)")
@@ -385,7 +385,9 @@ class _Reader:
         raise InputError(f"{self._path}: holds no record; a FASTA file has lines that begin with '>'")
 
     def _next(self, stream: BinaryIO, start: int) -> tuple[int, bytes]:
-        """Return the offset of the first record at or after byte `start`, and bytes from there on; no bytes if none."""
+        """Return the offset of the first record that begins at byte `start` or later, and the bytes that were read from
+        this offset on. If there is no such record, return no bytes.
+        """
         at = start - 1
         stream.seek(at)
         data = stream.read(BLOCK)

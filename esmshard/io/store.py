@@ -5,7 +5,7 @@ A store is a directory, which has a temporary name until the store is complete. 
     tokens-00000.u8 ...   residue tokens of all records, one byte each, with `<eos>` after each record
     headers-00000.txt ... one header without `>` per line; its first word is the id
     offsets.npy           int64 [N + 1]: record n is bytes offsets[n] : offsets[n + 1] of the joined token shards
-    headers.npy           int64 [N + 1]: the same offsets for headers in the joined header shards
+    headers.npy           int64 [N + 1]: header n is bytes headers[n] : headers[n + 1] of the joined header shards
     ids.npy               uint64 [N]: the hashes of the ids (function `keys`), sorted
     rows.npy              uint32 or uint64 [N]: the record index (from 0) of each hash in `ids.npy`
     manifest.json         version, alphabet, counts, lengths, sources, rules, edits; sha256 of each file, of all tokens
@@ -46,7 +46,7 @@ from esmshard.vocab import ALPHABET_HASH
 FORMAT, VERSION = "esmshard-tokens", 4
 ARRAYS = ("offsets.npy", "headers.npy", "ids.npy", "rows.npy")
 COLUMNS = {"lengths": np.int32, "headers": np.int32, "keys": np.uint64}
-"""The arrays of the temporary `columns.npz`. For each record: residue tokens, header size in bytes, hash of the id."""
+"""The arrays of the temporary `columns.npz`. For each record: token count, header size in bytes, hash of the id."""
 _OPEN_SHARDS = 256
 """The maximum number of shards that stay mapped into memory. Each mapped shard uses a file descriptor."""
 _SAMPLE = 10_000

@@ -72,7 +72,7 @@ class ChainWindows:
 
 
 def chain_windows(tokens: npt.NDArray[np.uint8], most: int) -> ChainWindows:
-    """Divide a record into windows of at most `most` tokens, without `<cls>` and `<eos>`.
+    """Divide a record into windows of at most `most` tokens. `<cls>` and `<eos>` do not count.
 
     Raise `InputError` if a window has no room for all linkers and one residue of each chain.
 
@@ -156,9 +156,9 @@ class Rules:
 
 
 class RefusedSymbols(Exception):
-    """The error for a record that breaks the rules. `what` is the problem, and `fix` is the advice.
+    """The error for a record that breaks the rules. `what` is the problem, and `fix` says how to correct it.
 
-    The caller writes `FILE:LINE: record 'ID' ` in front. If `droppable` is true, it adds the advice `on_unknown=drop`.
+    The caller writes `FILE:LINE: record 'ID' ` in front, and proposes `on_unknown=drop` if `droppable` is true.
     """
 
     def __init__(self, what: str, fix: str, *, droppable: bool = False) -> None:
@@ -217,7 +217,7 @@ def shown(name: str) -> str:
 def table(rules: Rules, others: Mapping[str, int]) -> bytes:
     """Return a table for `bytes.translate` that turns residue letters, and gaps that `rules` keep, into tokens.
 
-    `others` gives codes for more characters, such as `>`. All bytes without a code become `STRANGE`.
+    `others` gives codes for characters that are neither, such as `>`. All bytes without a code become `STRANGE`.
     """
     codes = bytearray([STRANGE]) * 256
     for letter in _kept(rules):
@@ -289,7 +289,7 @@ def clean(written: str, rules: Rules, edits: Edits, record_id: str) -> bytes | N
 def cut(name: bytes, header: bytes, tokens: bytes, rules: Rules, edits: Edits) -> list[tuple[bytes, bytes, bytes]]:
     """Apply `rules.long` to a sequence. Return the id, header and tokens of each resulting record.
 
-    Raise `RefusedSymbols` if the sequence is too long and `rules.long` is `error`, or if `chain_windows` has no room.
+    Raise `RefusedSymbols` if the sequence is too long and `rules.long` is `error`, or if `chain_windows` fails.
     """
     length, most, record_id = len(tokens), rules.max_length, name.decode()
     if most is None or length <= most or rules.long == "full":

@@ -66,7 +66,7 @@ class Table:
         return f"{'row' if self.path.suffix.lower() in (PARQUET, WORKBOOK) else 'line'} {self.lines[row]:,}"
 
     def column(self, name: str, fix: str | None = None) -> list[str]:
-        """Return the N cells of a column. Raise `InputError` with the advice `fix` if the column is missing."""
+        """Return the N cells of a column. If the column is missing, raise an `InputError` that ends with `fix`."""
         if name in self.columns:
             return self.columns[name]
         lower = {other.lower(): other for other in self.columns}
@@ -79,7 +79,7 @@ class Table:
     def only_column(self, names: Sequence[str], fix: str) -> str | None:
         """Return the column whose name is in `names`, in upper or lower case; None if no column matches.
 
-        Raise `InputError` with the advice `fix` if several columns match.
+        If several columns match, raise an `InputError` that ends with `fix`.
         """
         lower = {name.lower() for name in names}
         matches = [column for column in self.columns if column.lower() in lower]
@@ -320,7 +320,7 @@ def _separator(path: Path, text: str) -> str:
 
 
 def _records(path: Path, text: str, separator: str) -> Iterator[tuple[list[str], int]]:
-    """Yield the cells of each row, without white space at their ends, and its first line. Leave out empty rows."""
+    """Yield the stripped cells of each row, and the line number where the row begins. Leave out empty rows."""
     # With newline="" the csv module accepts all line ends and does not change line breaks inside quotes.
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=separator, skipinitialspace=True, strict=True)
     line = 1

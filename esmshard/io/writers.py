@@ -33,7 +33,7 @@ class Writer(ABC):
 
     @abstractmethod
     def open(self) -> None:
-        """Create the file or directory `self.work` in the scratch directory. It has the same name as `out`."""
+        """Create the file or directory `self.work` in the scratch directory, under the file name of `out`."""
 
     def finish(self) -> None:  # noqa: B027  # Some writers have no remaining data.
         """Write the remaining data after the last record."""
@@ -162,8 +162,8 @@ def facts_file(out: Path) -> Path:
 def write_chains(out: Path, lengths: Mapping[str, Sequence[int]], join: str) -> None:
     """Write `OUT.chains.tsv`, the list of records with several chains. If `lengths` is empty, write no file.
 
-    Each line has the id of a record, the number of residues in each chain (from `lengths`), and the method `join` that
-    joined the chains. The rows of a record in `out` have the same order of chains.
+    Each line has the id of a record, the number of residues in each chain (from `lengths`), and `join`, such as
+    `linker:25`. The chains of a record have this order in `out`.
     """
     rows = [(record_id, ",".join(map(str, residues)), join) for record_id, residues in lengths.items()]
     if rows:

@@ -1,9 +1,9 @@
 """Reads and writes LoRA adapters in PEFT's layout: the files `adapter_config.json` and `adapter_model.safetensors`.
 
-`peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads these files. For an `EsmModel`,
-add `key_mapping={"^esm.": ""}`. Plain LoRA adapters from other programs can be read, too. The tensors in the file
-decide which layers are adapted; the setting `target_modules` does not. If an unknown setting has a value, reading
-raises `InputError`, because the setting could change the outputs.
+`peft.PeftModel.from_pretrained(EsmForMaskedLM.from_pretrained(BASE), DIRECTORY)` loads these files. With an `EsmModel`,
+this call also needs the argument `key_mapping={"^esm.": ""}`. Plain LoRA adapters from other programs can be read, too.
+The tensors in the file decide which layers are adapted; the setting `target_modules` does not. If an unknown setting
+has a value, reading raises `InputError`, because the setting could change the outputs.
 """
 
 import hashlib
@@ -121,8 +121,8 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
         fits[name] = shapes.get(name) == (b.shape[0], a.shape[1]) and 0 < a.shape[0] == b.shape[1]
     if wrong := [name for name, fit in fits.items() if not fit]:
         raise InputError(
-            f"{file}: {wrong[0]} does not fit the base model; write the path or hub name of the model "
-            f"that the adapter was trained on as base_model_name_or_path into {directory / ADAPTER_CONFIG}"
+            f"{file}: {wrong[0]} does not fit the base model; change base_model_name_or_path in "
+            f"{directory / ADAPTER_CONFIG} to the path or hub name of the model that the adapter was trained on"
         )
 
     with reading(str(directory / ADAPTER_CONFIG), "save the adapter again"):
@@ -149,9 +149,9 @@ def read(directory: Path, settings: Mapping[str, Any], base: "Weights", unlearne
 def _scale(directory: Path, settings: Mapping[str, Any], module: str, rank: int) -> float:
     """Return the factor of the LoRA product B A in the layer `module`: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
-    PEFT's `alpha_pattern` maps regular expressions to alphas. The first expression that matches `module` counts. Here
-    each expression must be a plain name, in which a dot may have a backslash. Other expressions raise `InputError`,
-    because matching them could take forever.
+    PEFT's `alpha_pattern` maps regular expressions to alphas. The first expression that matches `module` sets its
+    alpha. Here each expression must be a plain name, in which a dot may have a backslash. All other expressions raise
+    `InputError`, because matching them could take forever.
     """
     alpha: Any = settings.get("lora_alpha")
     path = directory / ADAPTER_CONFIG

@@ -81,7 +81,7 @@ class RotaryEmbedding(nn.Module):
     A pair has one number from each half of the head, as in GPT-NeoX. With `interleaved=True`, a pair is two
     neighbouring numbers, as in the paper and in Llama.
 
-    Checkpoints contain the buffer `inv_freq`, because released ESM-2 models have values that were rounded to fp16.
+    Checkpoints contain the buffer `inv_freq`, because its values in released ESM-2 models were rounded to fp16.
     Exact values would change representations by up to 1e-3. The buffer stays fp32 when the model is cast to another
     type, so the angles are fp32, too. bf16 would round the first 1,024 positions to about 512 different numbers.
     """

@@ -30,8 +30,8 @@ class Matrix:
     rows: int
     """The width of the layer's output."""
     reads: str
-    """A name for the tensor that the layer reads, such as `qkv`. Layers that read the same tensor have the same name
-    here, because training saves this tensor only once."""
+    """A name for the layer's input tensor, such as `qkv`. If several layers have the same input tensor, they have the
+    same name here. Training saves such a tensor only once."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ class ModelConfig(ABC):
         return self.n_layers * self.n_heads
 
     def kept_with(self, track: str) -> int:
-        """Return how many extra numbers per token are saved for the backward pass if batches have the track `track`."""
+        """Return how many numbers per token the track `track` adds to those saved for the backward pass."""
         return 0
 
     @property

@@ -18,7 +18,7 @@ from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
 MAP_NUMBERS = 1 << 20
-"""The maximum number of entries of attention maps in memory (4 MiB), or one map per regression if that is more."""
+"""The maximum number of entries of attention maps in memory (4 MiB). One map per regression is always allowed."""
 
 
 class ContactAccumulators:
@@ -83,7 +83,7 @@ class ContactAccumulators:
 def _weighed_maps(
     q_THK: torch.Tensor, k_THK: torch.Tensor, weight_AH: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return A weighted sums of H attention maps, [A, T, T], and the `_row_sums` of the H maps, [H, L]."""
+    """Return one weighted sum of the H attention maps per regression, [A, T, T], and the maps' `_row_sums`, [H, L]."""
     maps_HTT = attention_map(q_THK, k_THK)
     return (weight_AH @ maps_HTT.flatten(1)).view(-1, *maps_HTT.shape[1:]), _row_sums(maps_HTT)
 
@@ -92,7 +92,8 @@ def _row_sums(maps_HTT: torch.Tensor) -> torch.Tensor:
     """Return the row sums a_c of S_c (see the top of this file) for each map, [H, L].
 
     Products with a vector of ones and zeros are faster than sums over a part of each map. Each row of a map sums to
-    1, but 1 minus the columns of `<cls>` and `<eos>` would be only a rounding error if a head attends only to `<cls>`.
+    1, so its sum without the columns of `<cls>` and `<eos>` is also 1 minus these two columns. But this difference
+    would be only a rounding error if a head attends only to `<cls>`.
     """
     inner_T = torch.ones(maps_HTT.shape[-1], device=maps_HTT.device)
     inner_T[0] = inner_T[-1] = 0

@@ -84,7 +84,7 @@ def write_pickle(
 
 
 def _by_key(family: Family, config: ModelConfig, names: Iterable[str]) -> dict[str, list[str]]:
-    """Map each key of a model file to esmshard's names of its tensors. The file joins these tensors in this order."""
+    """Map each key of a model file to esmshard's names of the tensors joined under this key, in the file's order."""
     keys: dict[str, list[str]] = defaultdict(list)
     for name in sorted(names):
         if (key := family.key(name)) is not None:

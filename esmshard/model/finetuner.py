@@ -128,9 +128,9 @@ class FineTuner(nn.Module):
             _freeze(trunk, part)
 
     def rows_of(self, base: Weights, head: nn.Module) -> Callable[[str, slice], torch.Tensor]:
-        """Return a function `(name, rows)` that returns rows of a tensor of this module before training. The trunk's
-        tensors come from `base`, and are quantised if necessary. The task head's tensors come from `head`. New LoRA
-        matrices get the initial values of `esmshard.model.weights.drawn`.
+        """Return a function `(name, rows)` that returns rows of the tensor `name` as they are before training.
+        The trunk's tensors come from `base`, and are quantised if necessary. The task head's tensors come from `head`.
+        New LoRA matrices get the initial values of `esmshard.model.weights.drawn`.
         """
         state = head.state_dict()
 
@@ -178,7 +178,7 @@ def _freeze(trunk: Trunk, part: str) -> None:
 
 
 _PLACE, _LAYER, _COLUMN = 0x27D4EB2F, 0x165667B1, 0x61C88647
-"""Odd factors for position, layer and column in the input of the hash. So inputs of neighbours differ in many bits."""
+"""Odd factors that multiply position, layer and column before the hash. So neighbouring values differ in many bits."""
 
 
 class RecordDropout(nn.Module):

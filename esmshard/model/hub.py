@@ -32,7 +32,7 @@ _ANSWER_SECONDS = 10.0
 
 
 def is_name(name: str) -> bool:
-    """Return whether `name` is a released model or has the form OWNER/NAME. Some relative paths have it, too."""
+    """Return whether `name` is a released model or has the form OWNER/NAME. Some relative paths have this form, too."""
     return name in RELEASED or is_hub_name(name)
 
 

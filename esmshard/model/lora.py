@@ -26,7 +26,9 @@ NF4_BLOCK = 64
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer with a LoRA, and the weight (or packed matrix) and bias of `base`. `scale` is alpha / rank."""
+    """A linear layer with a LoRA. It has the weight and the bias of `base`. A quantised `base` has a packed matrix in
+    place of the weight. `scale` is alpha / rank.
+    """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
         packed = packed_of(base)

@@ -67,7 +67,7 @@ class Trunk(nn.Module, ABC):
     """
 
     tied: ClassVar[Mapping[str, str]] = {}
-    """The second name of each tensor with two names, mapped to its first name, which files have."""
+    """For each tensor that has two names: the second name, mapped to the first name. Files have only the first name."""
     never_learns: ClassVar[tuple[str, ...]] = ("contact_head.",)
     """The prefixes of the names of parameters that are never trained, or only with a track of `learns_with`."""
     learns_with: ClassVar[Mapping[str, tuple[str, ...]]] = {}

@@ -16,7 +16,7 @@ from esmshard.io import paths as files
 
 ALL = slice(None)
 REPLACED = "copy or download the file again (with `git lfs pull` in a git repository)"
-"""The advice in messages about unreadable files."""
+"""What messages about unreadable files tell the user to do."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class WeightReader:
         return self.rows(rows)
 
     def part(self, part: slice) -> "WeightReader":
-        """Return a reader for only the rows in `part`. Some files join several tensors in one tensor."""
+        """Return a reader for only the rows in `part`, because some files join several tensors in one tensor."""
         if part == ALL:
             return self
         part_rows = range(self.shape[0])[part]

@@ -443,7 +443,7 @@ def check(
     now: Mapping[str, Any], before: Mapping[str, Any], where: str, fix: str = "give the model that it was trained on"
 ) -> None:
     """Raise `InputError` if the identities `now` and `before` are of different models. Names and paths may differ.
-    `where` is the checkpoint that stores `before`, and `fix` is the advice in the message.
+    `where` is the checkpoint that stores `before`. `fix` says in the message what the user can do.
     """
     present, expected = _model_of(now), _model_of(before)
     if wrong := sorted(key for key in present.keys() | expected.keys() if present.get(key) != expected.get(key)):

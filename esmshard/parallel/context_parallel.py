@@ -5,8 +5,8 @@ matrices over all ranks. Each layer gathers the keys and values of all tokens on
 their gradients.
 
 Ring attention (Liu et al. 2023, arXiv:2310.01889) would divide keys and values, too. But ring attention needs the
-log-sum-exp of the attention scores of each part, and only private functions of torch return it. `esmshard.batch`
-explains the letters of tensor names; R is the number of this rank's tokens.
+log-sum-exp of the attention scores for each rank's keys, and only private functions of torch return it.
+`esmshard.batch` explains the letters of tensor names; R is the number of this rank's tokens.
 """
 
 import itertools

@@ -19,7 +19,8 @@ def memory(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> tuple[int, in
     """Return the memory limit of this process's cgroup and the memory in use, in bytes, or None without a limit.
 
     Cached file pages that the kernel can release at once do not count as memory in use. `root` is the directory
-    of all cgroups, or in a container of its own cgroup. The kernel lists this process's cgroups in `membership`.
+    of all cgroups. Inside a container, `root` is the directory of the container's own cgroup. The kernel lists this
+    process's cgroups in the file `membership`.
     """
     limits = []
     lines = membership.read_text(encoding="utf-8").splitlines() if membership.exists() else []

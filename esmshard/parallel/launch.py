@@ -30,7 +30,7 @@ from esmshard.parallel import cpu_limits
 from esmshard.progress import say
 
 LAUNCHER = "ESMSHARD_LAUNCHER"
-"""The environment variable with the process id of esmshard's launcher. Only the launcher's processes have it."""
+"""The environment variable with the process id of esmshard's launcher. Only its processes have the variable."""
 LAUNCH = "ESMSHARD_LAUNCH"
 """The environment variable with a random text for each call of esmshard's launcher. Restarts keep the text."""
 TRIAL = "ESMSHARD_TRIAL"
@@ -180,9 +180,9 @@ def run_local(
         is_enough: the launcher calls this function repeatedly. When it returns True, the processes get SIGTERM.
 
     Returns:
-        The exit code of the launcher: 0 if all processes succeeded; 75 if processes saved and ended, or got SIGTERM
-        before they began; 1 if processes that had to save were killed; 128 + N if signal N ended the run or a process;
-        otherwise the exit code of a failed process: of a user's mistake rather than of a crash.
+        The exit code of the launcher: 0 if all processes succeeded; 75 if processes saved and ended, or SIGTERM
+        ended them at their start; 1 if processes that had to save were killed; 128 + N if signal N ended the run or a
+        process; otherwise the exit code of a failed process. A user's mistake has precedence over a crash.
     """
     shared = {LAUNCHER: str(os.getpid()), LAUNCH: uuid.uuid4().hex}
     shared |= {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS") or str(max(1, cpu_limits.cores() // nproc))}
@@ -304,7 +304,7 @@ def _verdict(
 
 
 def prefix(restarts: int, start: int) -> str:
-    """Return the prefix of a process group's keys in the key-value store; `start` counts the groups of a process."""
+    """Return the prefix of a process group's keys in the store; `start` counts the process groups of one process."""
     return f"esmshard/{restarts}/{start}"
 
 

@@ -16,12 +16,12 @@ BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def kept_products(matrices: Sequence[Matrix], tensor: int) -> Counter[tuple[int, int]]:
-    """Count the products of a layer that selective checkpointing keeps, by (input width, output width on one rank).
+    """Count a layer's matrix products that selective checkpointing keeps, by (input width, output width on one rank).
 
     Checkpointing keeps the products with the matrices q, k, v, `out` and fc1. No gradient needs the product with fc2,
-    and a LoRA is recomputed in almost no time. With tensor parallelism, the product with `out` is not kept, because it
-    is as large as the product with fc1. If fc1 and fc2 have the same shape, the first products of this shape are
-    kept, because fc2 comes last.
+    and a LoRA is recomputed in almost no time. With tensor parallelism, the product with `out` is not kept, because
+    each rank would keep all its columns. If fc1 and fc2 have the same shape, the first products of this shape are kept,
+    because fc2 comes last.
     """
     left_out = ("fc2",) if tensor == 1 else ("out", "fc2")
     return Counter((matrix.columns, matrix.rows // tensor) for matrix in matrices if matrix.target not in left_out)
@@ -130,7 +130,7 @@ def layout(
 def check_tensor(tensor: int, *, n_heads: int, ffn_width: int, quantized: bool) -> None:
     """Raise `UsageError` if `tensor` ranks cannot divide the layers of a model.
 
-    `ffn_width` is the number of columns of the feed-forward part. `quantized` says whether matrices have 4 or 8 bits.
+    `ffn_width` is the number of columns of the feed-forward part. If `quantized`, matrix values have 4 or 8 bits.
     """
     for what, count in (("attention heads", n_heads), ("columns of the feed-forward part", ffn_width)):
         if count % tensor:

@@ -52,7 +52,9 @@ def materialise(model: nn.Module, rows_of: RowsOf, layout: Layout, world: World)
 
 
 def refill(model: nn.Module, rows_of: RowsOf, world: World) -> None:
-    """Load the trainable parameters and the head of a model again. The arguments are as in the function `materialise`.
+    """Undo the training of the parameters and the head, because baselines use the model with its initial values.
+
+    The arguments are those of the function `materialise`.
 
     Raises `InputError` on all ranks if one rank cannot read a tensor.
     """

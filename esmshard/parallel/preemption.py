@@ -81,7 +81,7 @@ class Preemption:
 
     A signal raises `Preempted` at once, except inside a block of `noted`. Python runs signal handlers only between two
     instructions, so a process that waits in a collective for a lost rank does not react. Therefore a thread also reads
-    each signal, and ends the process after `LEAVE_WITHIN` seconds.
+    each signal. Outside a block of `noted`, the thread ends the process `LEAVE_WITHIN` seconds after the signal.
 
     Outside the main thread, Python allows no signal handlers, so only the time limit has an effect.
     """

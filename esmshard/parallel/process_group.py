@@ -115,7 +115,10 @@ class World:
         return gathered
 
     def agree(self, function: Callable[[], T]) -> T:
-        """Call a function on every rank, and return its result. All ranks raise the first `InputError` of any rank."""
+        """Call a function on every rank, and return its result.
+
+        If the function raises `InputError` on some ranks, all ranks raise the error of the lowest of these ranks.
+        """
         result, error = None, None
         try:
             result = function()
@@ -295,9 +298,9 @@ def own_device(local_rank: int, size: int, wanted: DeviceName = None) -> torch.d
     if device.type == "cuda" and device.index is None:
         if local_rank >= torch.cuda.device_count():
             raise InputError(
-                f"process {local_rank} of this machine finds no GPU: there are {torch.cuda.device_count()}; "
-                "start fewer processes (--nproc); under srun, let each task see all GPUs of its machine "
-                "(--gpus-per-node, not --gpus-per-task)"
+                f"local rank {local_rank} (from 0) has no GPU of its own, because it sees {torch.cuda.device_count()} "
+                "of this machine's GPUs; start fewer processes (--nproc); under srun, let each task see all GPUs of "
+                "its machine (--gpus-per-node, not --gpus-per-task)"
             )
         return torch.device("cuda", local_rank)
     return torch.device("cpu") if device.type == "mps" and size > 1 else device

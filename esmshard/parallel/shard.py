@@ -119,7 +119,8 @@ def _checkpointed(context: dict[str, Any], forward: Callable[..., torch.Tensor])
     """Return a function like `forward(x_TD, ...)` that the backward pass computes again, to save memory.
 
     `context` has options of torch's `checkpoint`. The result must not be a `partial`, because torch would not compile
-    it. `again` has one argument, because torch 2.11 would compile it anew for each new value of other arguments.
+    it. The inner function `again` has only one argument, because torch 2.11 would compile it anew for each new value of
+    other arguments.
     """
 
     def run(x_TD: torch.Tensor, *others: Any, **options: Any) -> torch.Tensor:
@@ -214,7 +215,7 @@ _KEPT_NAMES = {
 
 
 def _selective(products: Mapping[tuple[int, int], int]) -> Any:
-    """Return two contexts of torch: for the forward pass of a layer, and to recompute it. See `kept_products`."""
+    """Return two context managers, for a layer's forward pass and its recomputation. See `kept_products`."""
     # torch 2.11 calls `keep` for each operation in both contexts, later releases only in the first context.
     left = {again: Counter(products) for again in (False, True)}
 
@@ -252,7 +253,8 @@ def groups(model: nn.Module) -> list[FSDPModule]:
 def reshard(model: nn.Module) -> None:
     """Free all gathered parameters, so that each rank has only its shards.
 
-    After a forward pass without a backward pass, the root is still a gathered copy, which an optimizer does not change.
+    After a forward pass without a backward pass, the parameters of the root module are still gathered. An optimizer
+    changes only the shards, so the next forward pass would compute with old values.
     """
     for module in groups(model):
         module.reshard()
@@ -327,8 +329,8 @@ def ties(model: nn.Module) -> list[list[str]]:
 def check_ties(model: nn.Module, expected: list[list[str]]) -> None:
     """Raise `AssertionError` if the names in a list of `expected` no longer share a parameter.
 
-    This happens if FSDP gathers the names in two modules. Some releases of torch then raise no error, but
-    each name has a separate copy, or the last rank's rows are never updated.
+    This happens if FSDP gathers the parameter in two modules, once under each name. Some releases of torch then raise
+    no error, but each name has a separate copy, or the last rank's rows are never updated.
     """
     lost = [names for names in expected if names not in ties(model)]
     assert not lost, f"{' and '.join(lost[0])} no longer share a parameter; keep them in one FSDP module"

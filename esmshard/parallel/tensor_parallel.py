@@ -10,7 +10,8 @@ arXiv:2205.05198). So a layer communicates four times in the forward pass:
 In the backward pass, each gather becomes a sum and scatter, and each sum and scatter becomes a gather. Every rank
 computes embedding, last norm, LM head and task head for all tokens, so tasks do not depend on tensor parallelism. FSDP
 shards these modules over all ranks, and sums their gradients. Each rank has the gradient of the embedding for its own
-tokens, and 1/N of the gradients of the outputs. `context_parallel` divides tokens the same way.
+tokens, and 1/N of the gradients of the outputs (N ranks divide a layer). `context_parallel` divides tokens in
+the same way.
 
 Parameters of layers are DTensors over the mesh dimension `tensor`, and FSDP shards them over the other dimensions. So
 names, shapes and checkpoints are the same as in one process. A layer computes with this rank's parts as plain tensors.
@@ -181,7 +182,8 @@ def _local_parts(zero: Collection[str], parameters: Mapping[str, nn.Parameter]) 
     """Return this rank's parts of a layer's parameters as plain tensors, by name.
 
     If a parameter is not divided, each rank computes a part of its gradient, and the backward pass sums the parts. The
-    biases named in `zero` become zero. All ranks except the first pass biases that a sum over ranks must contain once.
+    biases named in `zero` become zero. These are biases that a sum over ranks must contain only once, so `zero` is
+    empty on the first of the ranks that divide the layer.
     """
     tensors = {name: parameter for name, parameter in parameters.items() if isinstance(parameter, DTensor)}
     parts = {name: tensor.to_local() for name, tensor in tensors.items()}

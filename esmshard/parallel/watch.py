@@ -437,8 +437,8 @@ def profiled(world: World, steps: int, left: int, directory: Path) -> Iterator[C
     """Record a profile of `steps` training steps, from the third step on. Rank R writes the file `rank_R.json.gz`.
 
     Yields a function that must be called at the end of each step. After the last recorded step, this function returns a
-    table of this rank's operations, and after other steps None. A run that ends earlier writes no file. Raises
-    `UsageError` if the `left` steps of the run are too few.
+    table of this rank's operations, and after other steps None. A run that ends before the last
+    recorded step writes no file. Raises `UsageError` if the `left` steps of the run are too few.
     """
     if not steps:
         yield lambda: None

@@ -46,8 +46,8 @@ from esmshard.vocab import BETWEEN, Chains, chain_spans, decode
 Array = npt.NDArray[np.float32]
 
 TOKENS, GPU_TOKENS = 4096, 16_384
-"""The maximum number of tokens in a batch: TOKENS on the CPU and for maps of residue pairs, otherwise GPU_TOKENS. CPU
-cores that compute batches at the same time divide this number. A longer record has a batch of its own."""
+"""The maximum number of tokens in a batch: TOKENS on the CPU and for maps of residue pairs, otherwise GPU_TOKENS.
+Batches that CPU cores compute at the same time share this number. A record with more tokens has its own batch."""
 LEAST = 1024
 """The maximum number of tokens in a batch is never reduced below this number, since small batches are slow."""
 WINDOW, WINDOW_TOKENS = 2048, 1 << 18
@@ -275,7 +275,7 @@ def predictions(
         finetuned: the model with its task.
         tokens_N: the number of tokens of each record.
         question: a function that returns the model's input for the index of a record (see `Task.question`).
-        least: CPU cores do not divide the maximum number of tokens in a batch below this number; by default LEAST.
+        least: each batch may have at least this many tokens, even if CPU cores share TOKENS; by default LEAST.
     """
     task, device, limit = finetuned.task, finetuned.model.device, finetuned.model.trunk.config.most_tokens
     pairs = not task.names

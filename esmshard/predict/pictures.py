@@ -72,7 +72,7 @@ def file_name(record_id: str, taken: set[str]) -> str:
 
 @contextmanager
 def collected(folder: Path) -> Iterator[Callable[[str, bytes], object]]:
-    """Provide a function that saves a picture by record id. If the `with` block fails, `folder` gets no picture."""
+    """Provide a function that saves a picture under an id. If the `with` block fails, `folder` gets no picture."""
     # An existing directory may be another disk, and files cannot be renamed from one disk to another.
     with scratch_directory(folder / "pictures" if folder.is_dir() else folder) as work:
         taken = set[str]()
@@ -91,8 +91,8 @@ def draw(
 ) -> bytes:
     """Draw the map of one record, with the id as title, and return the content of a PNG file.
 
-    Residues are counted from 1. Without labels, white is 0 and dark blue is 1 for all proteins. Pairs fewer than six
-    residues apart in a chain are white, since contact heads are not trained on them.
+    Residues are counted from 1. Without labels, all proteins have the same colour scale: probability 0 is white, and 1
+    is dark blue. Pairs fewer than six residues apart in a chain are white, since contact heads are not trained on them.
 
     Args:
         probability_LL: the predicted probability of each pair.

@@ -25,9 +25,9 @@ def candidates(
     """Return candidate variants, which change only the given sites, and a sentence about the candidates.
 
     If `measured` is a combinatorial library (see `is_library`), candidates are combinations of amino acids at `sites`.
-    If there are more than `most`, a random part is returned, in which each number of changes is about as frequent as in
-    `measured`. Otherwise candidates are single substitutions. `sites` are counted from 0, and those with X, B, U, Z or
-    O are left out.
+    If there are more than `most`, a random part of them is returned. Variants with few and with many changes are then
+    about as frequent as in `measured`. If `measured` is no such library, candidates are single substitutions. `sites`
+    are counted from 0, and those with X, B, U, Z or O are left out.
     """
     sites = sorted(site for site in sites if protein[site] in STANDARD)
     if not is_library(measured):

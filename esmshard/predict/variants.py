@@ -267,7 +267,7 @@ def rank(
     CSV file was made, and how far the ranking can be trusted.
 
     The first columns are the columns of `table`, or `mutant` and `measured`. If table and wild type are numbered
-    differently, IN_WILD_TYPE or IN_TABLE is one of them. Then come the columns from `_columns`, and for a table
+    differently, there is also IN_WILD_TYPE or IN_TABLE. Then come the columns from `_columns`, and for a table
     `not ranked because`. Rows that cannot be used are at the end, without ranks. If the wild type was measured, rows of
     the wild type (`WT`, or a synonymous change) are not ranked, since their value is known.
 
@@ -292,7 +292,7 @@ def rank(
         UsageError: two arguments contradict each other, or the files to write exist already.
     """
     if out.suffix != ".csv":
-        raise UsageError(f"{out}: variants are ranked in a .csv file; give it that ending")
+        raise UsageError(f"{out}: the ranking is written as CSV; give a name that ends in .csv")
     if table is None and offset is not None:
         raise UsageError("--offset is added to the positions of a table; pass a table, or remove --offset")
     if sites is not None and propose is None:
@@ -498,8 +498,8 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
 
     A prediction of the first target plus the two limits is its interval. The limits are the 5% and 95% quantiles of the
     out-of-fold errors, corrected for the number of errors (split conformal; Vovk et al. 2005, Algorithmic Learning in a
-    Random World). The limits hold for variants that are like the measured variants. With fewer than RESIDUALS
-    errors, or with one fold, both are NaN. The coverage of each fold is measured with limits from the other folds.
+    Random World). The limits hold for variants that are like the measured variants. They are NaN with fewer than
+    RESIDUALS errors, or with one fold. The coverage of each fold is measured with limits from the other folds.
     """
     names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
     error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])

@@ -82,7 +82,7 @@ def score(
         wild_type: the residues of the wild type.
         variants: the mutations of each variant; no mutation for the wild type.
         method: one of the three methods above.
-        window: how many residues of a longer protein the model reads at once; by default as many as in its training.
+        window: the maximum number of residues that the model reads at once; by default as many as in its training.
         tracks: the values of each track of the wild type, by name, [L + 2, ...]. All variants have the same tracks.
     """
     if method not in METHODS:
@@ -195,7 +195,7 @@ def score_table(
 
 def _measured(table: Table, target: str | None) -> str | None:
     """Return the column of measured values: `target`, or the only column with a name in TARGET_COLUMNS. Return None if
-    there are none or several, or if the only one has words. Raises `InputError` if `target` has words.
+    no or several columns have such a name, or if the only one has words. Raises `InputError` if `target` has words.
     """
     usual = {name.lower() for name in TARGET_COLUMNS}
     names = [target] if target else [name for name in table.columns if name.lower() in usual]
@@ -302,7 +302,7 @@ def score_sequences(
     - `pseudo_perplexity`: exp(-mean_log_p).
     The last three names begin with `one_pass_` for the method `one-pass`. With several models the sum and `mean_log_p`
     are means over the models, and `mean_log_p_sd` is the standard deviation over the models. If no residue of a record
-    is scored, these numbers are missing. The file `OUT.json` records how the table was made.
+    is scored, the columns after `window` have no numbers for it. The file `OUT.json` records how the table was made.
 
     Args:
         model: the name or path of a language model; see `weights.read`.
@@ -311,7 +311,7 @@ def score_sequences(
         method: `pseudo-perplexity` masks each residue in turn, with one forward pass for each residue. `one-pass`
             estimates the same numbers from one pass for each window (see `marginals.as_masked`).
         ensemble: the names or paths of models whose scores are averaged with those of `model`.
-        window: how many residues of a longer record the models read at once; see `score_table`.
+        window: the maximum number of residues that the models read at once; see `score_table`.
         tracks: for the name of each track, a path or `inside` (docs/tracks.md).
         join: how the chains of a record are joined (docs/chains.md); by default as the model joins chains.
         device: the name of the device; see `chosen_device`.
@@ -320,7 +320,7 @@ def score_sequences(
     if method not in get_args(SequenceMethod):
         raise UsageError(f"--method {method}: is for a table or --all-singles; choose {MASKED} or {ONE_PASS}")
     if out.suffix not in (".csv", ".parquet"):
-        raise UsageError(f"{out}: scores of sequences are written as .csv or .parquet; give the file that ending")
+        raise UsageError(f"{out}: scores of sequences are written as .csv or .parquet; use one of these endings")
     if out.suffix == ".parquet":
         library("pyarrow", "tables", out)
     check(out, facts_file(out), overwrite=overwrite)

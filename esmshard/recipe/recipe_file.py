@@ -45,7 +45,7 @@ def names() -> list[str]:
 
 
 def resolve(name: str) -> Path:
-    """Return the path of the recipe `name`: a path, or the name of a shipped recipe. Raises `UsageError` for others."""
+    """Return the path of a recipe. `name` is a path or a shipped recipe; another name raises `UsageError`."""
     path = Path(name).expanduser()
     if path.is_file():
         return path

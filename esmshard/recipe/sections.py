@@ -297,7 +297,7 @@ class ModelSettings(Settings):
     """The name or path of the model. Names are `starter` or `demo` (small models in this package, not ESM-2), a
     released name (`esm2_t6_8M_UR50D` ... `esm2_t48_15B_UR50D`), or OWNER/NAME for a repository of the Hugging Face hub.
     A path is a fair-esm `.pt` file, or a model directory in the layout of `transformers`. With `init: random`, the name
-    (also `mini`) only defines the architecture."""
+    only defines the architecture, and may also be `mini`."""
     quantize: Literal["nf4", "int8"] | None = None
     """The format of the frozen matrices in the memory of an NVIDIA GPU, with the library bitsandbytes: 4 bits for each
     number (`nf4`, QLoRA, Dettmers et al. 2023, arXiv:2305.14314) or 8 bits (`int8`). The default is 32 bits. For
@@ -471,7 +471,7 @@ class ParallelSettings(Settings):
     tensor: int = Field(1, ge=1, le=MOST_PROCESSES)
     """The number N of neighbouring processes on a machine that compute each layer together (tensor parallelism). Each
     process computes 1/N of the attention heads and feed-forward columns, for the same records, and stores 1/N of the
-    layers' weights and activations. The key `strategy` says how to divide each part over the other processes."""
+    layers' weights and activations. The key `strategy` says how to divide this 1/N over the other processes."""
     context: int = Field(1, ge=1, le=MOST_PROCESSES)
     """The number of neighbouring processes on a machine that divide the tokens of each micro-batch (context
     parallelism), for proteins that are too long for one GPU. This key does not divide the weights."""
@@ -579,5 +579,5 @@ class Recipe(Settings):
 
     @property
     def divides_table(self) -> bool:
-        """Whether the data are a table of variants that the command itself divides, because `data.folds` is not set."""
+        """Whether `finetune` itself divides a table of variants into sets. It does this if `data.folds` is not set."""
         return self.task.reads_table and self.data.folds is None

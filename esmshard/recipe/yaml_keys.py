@@ -37,8 +37,8 @@ class Tree:
         return next((self.overrides[section] for section in sections if section in self.overrides), None)
 
     def where(self, keys: tuple[str, ...], on_value: bool = False) -> str:
-        """Return the override that set a key. Without an override, return the position (line, column) of the key, or of
-        its value with `on_value`, such as `my.yaml:4:3`.
+        """Return the override that set a key. Without an override, return a position such as `my.yaml:4:3` (line and
+        column): the position of the value if `on_value`, else of the key.
         """
         if (typed := self.override_of(keys)) is not None:
             return typed
@@ -105,7 +105,7 @@ class Tree:
     def _described(
         self, error: ErrorDetails, root: type[BaseModel], named: Mapping[str, type[BaseModel]]
     ) -> tuple[str, str]:
-        """Return the position with the key, and the message, for an error of pydantic."""
+        """For an error of pydantic, return its place, such as `my.yaml:4:3: optim.lr`, and the message for the user."""
         loc, absent = list(error["loc"]), error["type"] in ("missing", "extra_forbidden")
         if (clash := error.get("ctx", {}).get("error")) is not None and isinstance(clash, Clash):
             loc.append(clash.key)
@@ -177,7 +177,7 @@ def parse_yaml(text: str) -> Any:
 
 
 def did_you_mean(word: str, known: Sequence[str]) -> str:
-    """Return a text with the word in `known` that is most similar to `word`; empty if no word is similar."""
+    """Return a text such as `; did you mean 'lr'?` with the most similar word in `known`; empty if none is similar."""
     close = difflib.get_close_matches(word, known, n=1)
     return f"; did you mean '{close[0]}'?" if close else ""
 

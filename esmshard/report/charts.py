@@ -1,4 +1,4 @@
-"""Draw the charts of a report, which are part of the page, and pictures of contact maps."""
+"""Draw charts for the HTML page of a report, and PNG pictures of contact maps."""
 
 import base64
 import csv
@@ -25,7 +25,7 @@ Values = npt.NDArray[np.float64]
 BLUE, ORANGE, GREY = "#3b82c4", "#d9772b", "#8a8f98"
 """Colours that people with red-green colour blindness can distinguish."""
 METHODS = ((BLUE, "o"), (ORANGE, "s"), (GREY, "^"), ("#009e73", "D"), ("#b8579a", "v"), ("#b59410", "P"))
-"""The colour and marker of each method in a learning curve. The first pair is for the fine-tuned model."""
+"""The colour and marker of each line in a learning curve: first the fine-tuned model, then the baselines."""
 STYLE: dict[Any, Any] = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3}
 POINTS = 400
 """The maximum number of points of a curve. A chart is too narrow for more points."""
@@ -106,7 +106,9 @@ def dots(axes: Any, x_N: Values, y_N: Values, x_name: str, y_name: str, *, same_
 
 
 def intervals(axes: Any, rows: Mapping[str, Interval], main: str, name: str) -> None:
-    """Draw a row with the finite value and 95% interval of each method, blue for `main`. `name` labels the x axis."""
+    """Draw the value and 95% interval of each of `rows` with a finite value, in blue for the row `main`. `name` labels
+    the x axis.
+    """
     names = [method for method, of_method in rows.items() if np.isfinite(of_method.value)]
     for place, method in enumerate(reversed(names)):
         of_method, colour = rows[method], BLUE if method == main else GREY
@@ -118,7 +120,9 @@ def intervals(axes: Any, rows: Mapping[str, Interval], main: str, name: str) -> 
 
 
 def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequence[str] = ()) -> None:
-    """Draw observed and predicted values of L residues as lines, or indices of `classes` as steps. NaN is a gap."""
+    """Draw observed and predicted values of L residues as lines. With `classes`, values are class indices, drawn as
+    steps. NaN is a gap.
+    """
     position_L = np.arange(1, len(observed_L) + 1)
     how = "steps-mid" if classes else "default"
     axes.plot(position_L, observed_L, color=GREY, linewidth=2.2, label="observed", drawstyle=how)
@@ -131,7 +135,7 @@ def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequenc
 
 
 def reliability(axes: Any, count: Values, confidence: Values, accuracy: Values) -> None:
-    """Draw `accuracy` (the share of predictions that came true) over `confidence`. A dot is larger if `count` is."""
+    """Draw `accuracy` (share of predictions that came true) over `confidence`. A larger `count` enlarges the dot."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")
     axes.scatter(confidence, accuracy, s=14 + 70 * count / count.max(initial=1), color=BLUE, alpha=0.8, linewidths=0)
     axes.set(xlim=(0, 1), ylim=(0, 1), xlabel="predicted probability", ylabel="share that came true")
@@ -156,7 +160,9 @@ def confusion(axes: Any, classes: Sequence[str], counts_CC: Values) -> None:
 
 
 def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mapping[int, Interval]]) -> None:
-    """Draw Spearman's correlation for each number of training variants: a line with 95% intervals for each method."""
+    """Draw Spearman's correlation, with 95% intervals, over the number of training variants. `methods` has the points
+    of each line, by the name of the model or baseline.
+    """
     apart = 0.012 * (max(sizes) - min(sizes))  # moves methods sideways, so that their intervals do not overlap
     for n, (method, points) in enumerate(methods.items()):
         defined = {size: point for size, point in sorted(points.items()) if np.isfinite(point.value)}

@@ -64,8 +64,8 @@ def report(run: Path, out: Path | None = None) -> Path:
     known = {f"{run.absolute().parent}/", f"{run.resolve().parent}/"}
 
     def shared(value: Any) -> Any:
-        """Shorten each path in a text to its last part, because users share pages. Remove the directories `known`
-        first, because their names may contain spaces.
+        """Shorten each path in a text to its last part, so that a shared page shows no private directories. Remove
+        the directories `known` first, because their names may contain spaces.
         """
         if type(value) is not str:
             return value
@@ -389,7 +389,9 @@ def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first
 
 
 def _learning_curve(path: Path) -> dict[str, Any] | None:
-    """Return the values of `learning_curve.json` and a chart: Spearman over the number of training variants."""
+    """Return the values of `learning_curve.json`, and a chart with Spearman on the y-axis and the number of training
+    variants on the x-axis. Return None without this file.
+    """
     raw = _json(path)
     if not raw:
         return None

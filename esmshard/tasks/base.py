@@ -92,13 +92,13 @@ class Task(ABC):
 
     @abstractmethod
     def head(self, config: ModelConfig) -> nn.Module:
-        """Make a new head. `head(x_TD, batch)` returns a list of N tensors, one for each record, on any device.
+        """Make a new head. `head(x_TD, batch)` returns a list of N tensors, one for each record.
 
         A head may have three optional members:
         - `attention(batch)` returns an object, which becomes the head's third argument. Each layer calls the object's
           method `add(layer, sequence, q_THK, k_THK)` (see `esmshard.model.attention`).
         - `reads_logits = True`: the third argument is the logits at `TokenBatch.logits_at_P`, float [P, V].
-        - `start(weights)` copies weights of the language model into a new head. It returns None or a sentence about it.
+        - `start(weights)` copies weights of the language model to a new head. It returns a sentence about them or None.
         """
 
     @abstractmethod

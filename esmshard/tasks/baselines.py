@@ -1,7 +1,7 @@
 """Fits linear models to fixed features with scikit-learn, for baselines and probes.
 
 A model is one array [O, F + 1]: the weights of F features for each of O outputs, then the bias. The penalty is chosen
-on a part of the examples, and used for all. It is the strength of a prior on the weights, which does not depend on the
+on a part of the examples, and used for all. It is the strength of a prior on the weights, so it does not depend on the
 number of examples.
 """
 
@@ -97,7 +97,8 @@ def fit_labels(x_NF: Floats, y_NC: Floats, weight_C: Floats | None = None, seed:
 
     Args:
         x_NF: features.
-        y_NC: 1 if an example has the label, 0 if not. If all examples have a label, or none, its model is constant.
+        y_NC: 1 if an example has the label, 0 if not. A label that all examples have, or that none has, gets a model
+            with a constant output.
         weight_C: for each label, the loss weight of the examples that have the label.
         seed: the random seed of the folds on which the penalty is chosen.
     """

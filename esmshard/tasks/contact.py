@@ -5,7 +5,8 @@ residues is the share of contacts among the floor(L/k) valid pairs with the high
 mean over proteins. For complete proteins of at least 60 residues it equals `compute_precisions` of fair-esm's contact
 notebook (`tests/tasks/test_contact_precision.py`), except that here:
 
-- pairs without a label are never ranked, so the value cannot become negative;
+- pairs without a label are never ranked. The notebook may rank them last and count each as -1 contacts, so its value
+  can be negative;
 - a protein with fewer valid pairs than floor(L/k) has no value (NaN) and is left out of the mean;
 - only the upper triangle is scored, so scores must be symmetrised first;
 - if a score of a protein is not finite, as after a diverged training, all its metrics are NaN;

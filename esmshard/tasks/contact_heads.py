@@ -36,7 +36,7 @@ class AttentionHead(nn.Module):
         nn.init.constant_(self.regression.bias, PRIOR_LOGIT)  # type: ignore[arg-type]
 
     def start(self, weights: Weights) -> str | None:
-        """Copy the model's contact regression. Return a sentence about it, or None if the model has none."""
+        """Copy the model's contact regression. Return a sentence about it, or None without such a regression."""
         if "contact_head" in weights.absent or weights.seed is not None:
             return None
         for name, parameter in self.regression.named_parameters():

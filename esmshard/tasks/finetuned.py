@@ -96,7 +96,7 @@ def without_tracks(model: str, given: Collection[str]) -> list[str]:
 
 
 def new_head(recipe: Recipe, task: Task, opened: Weights) -> tuple[nn.Module, str | None]:
-    """Return a new head from the recipe's seed, and a sentence about values that were copied into it, or None."""
+    """Return a new head, whose random values follow from the recipe's seed, and the result of `start_values`."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.train.seed)
         head = task.head(opened.config)

@@ -149,7 +149,7 @@ class LabelTask(Task):
             raise InputError(f"{train.path}: {problem}")
 
     def head(self, config: ModelConfig) -> nn.Module:
-        """Return a new head of class `head_class`. It predicts the mean or the class shares of the training labels."""
+        """Return a new head of class `head_class`. At first it predicts the mean or class shares of training labels."""
         prior = self.prior()
         hidden = config.dim if self.settings.hidden is None else self.settings.hidden
         head = self.head_class(config.dim, hidden, len(prior), self.settings.dropout)  # type: ignore[call-arg]
@@ -158,7 +158,7 @@ class LabelTask(Task):
         return head
 
     def target(self, label: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """Convert the label of a record to T numbers [..., T], classes [...], or 0 and 1 for each of C classes [C]."""
+        """Convert the label of a record to T numbers [..., T], classes [...], or zeros and ones for C classes [C]."""
         return label
 
     def inputs(self, example: Example) -> Inputs:
@@ -320,7 +320,7 @@ def probability_row(
     Args:
         logits_MC: the logits of C classes, or of C labels, for M predictions.
         truth: the true class of each prediction, integers [M]; or whether each label is true, bool [M, C].
-        facts: facts of the task. If they have a temperature, the row also has values without this temperature.
+        facts: `Task.facts`. If they have a temperature, the row also has the values without this temperature.
     """
     several = truth.dtype == np.bool_
 

@@ -171,7 +171,7 @@ class SequenceTask(LabelTask):
 
 
 def _of_training(labels: ProteinLabels, known: Sequence[str], store: TokenStore, fasta: Path) -> ProteinLabels:
-    """Renumber the classes of the labels by their place in `known`, the class names of the training split. For the
+    """Renumber the classes of the labels by their index in `known`, the class names of the training split. For the
     training split itself `known` is empty; the result then has only the classes that records have.
 
     Classes in the table that no record of the split has are left out. Raises `InputError` if a record has a class that

@@ -571,7 +571,7 @@ def _ordinal(output_NT: torch.Tensor, target_NT: torch.Tensor) -> torch.Tensor:
 
     The loss is the mean of the logistic losses of predicting whether a value is above each of THRESHOLDS quantiles. It
     depends only on the order of the values. Losses over pairs of records (Bradley-Terry, RankNet) do so too, but also
-    depend on which records share a micro-batch, and so on the number of processes.
+    depend on which records share a micro-batch, and therefore on the number of processes.
 
     Args:
         output_NT: predicted normal scores of N variants for T targets.

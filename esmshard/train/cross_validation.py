@@ -53,9 +53,9 @@ class Repeat:
 def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Repeat]:
     """Return one run for each random seed and fold, or an empty list if the recipe is a single run.
 
-    `seeds` and `folds` are the numbers of seeds (`train.seed` and the following) and folds. All seeds have the same
-    folds. A table of variants has FOLDS folds by default, but none with `data.split` `mutations` or `given`. Raises
-    `UsageError` if folds are requested and the recipe has the key `data.folds`.
+    `seeds` is the number of random seeds, which count up from `train.seed`. `folds` is the number of folds, which are
+    the same for all seeds. A table of variants has FOLDS folds by default, but none if `data.split` is `mutations` or
+    `given`. Raises `UsageError` if folds are requested and the recipe has the key `data.folds`.
     """
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         folds = folds or FOLDS
@@ -167,13 +167,13 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     """Write the joint result of all runs on a table of variants to the recipe's `out`, and return the result as text.
 
     - `variants.csv` has the rows of the user's table. The row of a test variant also has its name, measured value, fold
-      and predictions of baselines and model (mean over seeds; of the model also the standard deviation). A row that is
-      not used has the reason.
+      and the predictions of baselines and model. A prediction is a mean over the seeds. The model's predictions
+      also have standard deviations. The row of a variant that is not used has the reason.
     - `summary.json` gets the entries `table` (changes to the user's table), `joint` (the scores of all methods on all
       test variants, with intervals) and `verdict`.
-    - `learning_curve.json` has Spearman's correlation on one test set for each number of training variants.
+    - `learning_curve.json` has, for each number of training variants, Spearman's correlation on the same test set.
 
-    Each fold has another model, so variants are compared only within their fold. `runs` are the finished runs of
+    Each fold has its own model, so variants are compared only within their fold. `runs` are the finished runs of
     `repeats`, and `curve` those of `curve_runs`.
     """
     out = Path(recipe.out)
@@ -305,8 +305,8 @@ def _samples(
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
 ) -> dict[str, list[float]]:
-    """Return Spearman, and recall and mean of the variants that `metrics.top_of_list` chooses, by name. Each has the
-    value on all variants, then those on resamples of the blocks.
+    """Return a list for each metric: Spearman, and recall and mean of the variants that `metrics.top_of_list` chooses.
+    A list has the metric's value on all variants, and then its values on resamples of the blocks.
     """
     sign = -1 if lower_is_better else 1
 

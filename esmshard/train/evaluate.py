@@ -68,9 +68,9 @@ def validate(
 ) -> tuple[float, list[Row]] | None:
     """Return the loss of a split and one row of metrics for each record, in the order of the split, on every rank.
 
-    Records are not cropped, and no gradient is computed. A micro-batch has at most `tokens_per_rank` tokens, or as many
-    as the longest record. `stop` is called before each micro-batch, and must return the same value on all ranks. A true
-    value ends the validation, which then returns None.
+    Records are not cropped, and no gradient is computed. A micro-batch has at most `tokens_per_rank` tokens, or more if
+    the longest record has more. `stop` is called before each micro-batch, and must return the same value on all ranks.
+    A true value ends the validation, which then returns None.
     """
     model.eval()
     longest = max(tokens_per_rank, int(data.tokens.max()))
@@ -240,7 +240,7 @@ def report(
 
     `tuned` is the opened model of the directory `model`. `labels` is the file with the labels, if it is not the file
     with the records. `tracks` has the paths of tracks by name, or is None for those in the model's recipe. `complexes`
-    is the file that says which chains were joined, EVERY, or None if no chains were joined.
+    is the file that says which chains were joined, EVERY if all were, or None if no chains were joined.
     """
     base, why = None, ""
     shown_name = model if model in SHIPPED else Path(model).name  # without the directory, because users share results
@@ -286,7 +286,9 @@ def report(
 
 
 def _place(path: str | Path, out: Path) -> str:
-    """Return a path relative to `out`, because users share evaluations. A path without a file stays unchanged."""
+    """Return `path` relative to `out`, so that a shared evaluation has no absolute paths of this machine. If nothing
+    exists at `path`, return it unchanged.
+    """
     return shared_place(str(Path(path).absolute()), out) if Path(path).exists() else str(path)
 
 
@@ -310,9 +312,9 @@ def write(
 ) -> str:
     """Write `evaluation.json` and `per_protein.csv` to `directory`, and return metrics, notes and verdict as text.
 
-    `table` has the rows of metrics for each method: the model (MAIN) and the baselines. `about` has other entries of
-    `evaluation.json`. `groups` has the group of each record (`Task.groups`); empty without groups. `name` names the
-    model in the results. Contact-map figures of an earlier evaluation are removed.
+    `table` has the rows of metrics for each method: the model (MAIN) and the baselines. `about` has the entries of
+    `evaluation.json` that are not computed here. `groups` has the group of each record (`Task.groups`); empty without
+    groups. `name` names the model in the results. Contact-map figures of an earlier evaluation are removed.
     """
     block_N, unit = task.units(data)
     samples = {method: _resampled(task, rows, block_N) for method, rows in table.items()}
@@ -416,7 +418,7 @@ def _numbers(rows: Sequence[Row]) -> list[str]:
 
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
-    """Return for each metric its value on all rows. If LEAST or more units have a value, add those on resamples."""
+    """Return each metric's value on all rows. If LEAST or more units have a value, add its values on resamples."""
     samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 

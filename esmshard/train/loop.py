@@ -1,4 +1,4 @@
-"""The training loop. It builds the model over the ranks, loads a checkpoint if there is one, and takes the steps."""
+"""The training loop. It divides the model over the ranks, loads a checkpoint if there is one, and takes the steps."""
 
 import math
 import time
@@ -120,9 +120,9 @@ class TrainState:
 
 
 class Training:
-    """One attempt to train: the model over the ranks, its optimizer, and all other state that a step needs.
+    """One attempt to train. It has the model, which the ranks share, its optimizer, and all else that a step needs.
 
-    For the arguments see the function `train`. The argument `ranks` is `starting` there.
+    The function `train` passes its own arguments. As `ranks` it passes `starting`, with the time-out for the start.
     """
 
     def __init__(
@@ -190,9 +190,9 @@ class Training:
     def _choose_tokens_per_rank(self, saved: Mapping[str, Any] | None) -> int:
         """Return `batch.tokens_per_rank`, the maximum number of tokens in a micro-batch.
 
-        For `auto`, return the number in the checkpoint (`saved` is its `state.json`) if the number of ranks, the GPU
-        and the settings in `parallel` are the same. Otherwise return the largest number that fits into memory. Another
-        number would change the order in which losses are summed, and so the results by rounding errors.
+        For `auto`, return the number in the checkpoint (`saved` is its `state.json`) if the checkpoint has this
+        run's number of ranks, GPU and settings in `parallel`. Otherwise return the largest number that fits into
+        memory. Another number would change the order in which losses are summed, and so the results by rounding errors.
         """
         job, ranks = self.job, self.ranks
         asked = job.recipe.batch.tokens_per_rank
@@ -228,7 +228,7 @@ class Training:
         model.train()
 
     def out_of_memory_advice(self) -> str:
-        """Return advice for an out-of-memory error in a step. A resumed run may have the advised settings."""
+        """Return advice for an out-of-memory error in a step. A user may resume the run with these settings."""
         recipe, longest = self.job.recipe, int(self.job.train.tokens.max())
         tokens = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
         fits = self.largest_fitting()

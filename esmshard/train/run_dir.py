@@ -73,7 +73,7 @@ class Holder(BaseModel):
 
     @property
     def lives(self) -> bool | None:
-        """Whether the process still runs; None if this machine cannot see it, as on another machine."""
+        """Whether the process still runs; None if that cannot be seen, such as from another machine."""
         if (self.host, self.namespace) != (socket.gethostname(), _namespace()):
             return None
         start = process_start(self.pid)
@@ -428,8 +428,8 @@ def cut(
     """Return the lines to keep for a run that continues after `done` steps, the number of lost steps and their seconds.
 
     Lines of steps after `done` are removed, because these steps will be repeated. Events stay. A killed attempt gets an
-    `end` event with its last time, because its last line may be removed. Unless `validated`, the validation after step
-    `done` is removed, too.
+    `end` event with the time of its last line, because that line may be removed. Unless `validated`, the validation
+    after step `done` is removed, too.
 
     >>> cut([{"step": 1, "step_s": 2.0, "time": 12.0}, {"step": 2, "step_s": 2.5, "time": 15.0}], 1)[1:]
     (1, 2.5)

@@ -57,7 +57,7 @@ class Search:
     count: int
     """The total number of trials of all workers."""
     flags: Sequence[str]
-    """Other command-line options for the run of each trial."""
+    """Command-line options for the run of each trial, besides the recipe and its settings."""
     max_restarts: int
 
     def __post_init__(self) -> None:

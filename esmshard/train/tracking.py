@@ -15,7 +15,7 @@ from esmshard.parallel.launch import environment
 from esmshard.progress import say
 
 WANDB_ID = "wandb-id"
-"""The file with the run's id at Weights & Biases. When the run is resumed, it has the same id there."""
+"""The file with the run's id at Weights & Biases. A resumed run keeps this id."""
 TRACKED = ("tensorboard", "wandb", WANDB_ID)
 """The files and directories that trackers leave in a run directory."""
 

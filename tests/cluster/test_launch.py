@@ -163,7 +163,7 @@ def test_tracks_and_complexes_are_among_what_the_job_reads(here: Path) -> None:
     parsed["track"] = ["3di=letters.fasta", "coordinates=inside"]
     job = embed_job((), parsed, slurm(), site())
     assert job.reads == (f"{here}/a.fasta", f"{here}/letters.fasta")
-    with pytest.raises(UsageError, match=r"--track letters\.fasta: NAME=PATH is expected"):
+    with pytest.raises(UsageError, match=r"--track letters\.fasta: write NAME=PATH"):
         embed_job((), parsed | {"track": ["letters.fasta"]}, slurm(), site())
 
 

@@ -301,6 +301,6 @@ def test_npz_files_without_a_label_for_each_record_are_refused(tmp_path: Path) -
 
 def test_an_id_column_needs_a_table(fasta: Path) -> None:
     for given, what in (({}, "train.fasta.gz"), ({"labels": "x.fasta"}, "x.fasta")):
-        with pytest.raises(UsageError, match=f"data.id_column: .*{what} is no table; remove it"):
+        with pytest.raises(UsageError, match=f"data.id_column: .*{what} is no table; remove the key"):
             label_source(fasta, settings(id_column="key", **given))
     assert label_source(fasta, settings(id_column="seqs", target=["dssp8"])) is not None

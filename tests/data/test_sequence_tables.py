@@ -168,7 +168,7 @@ def test_columns_of_other_names_are_read_by_their_names() -> None:
     assert [train.id(n) for n in range(2)] == ["a", "b"]
     write(">a\nMKT\n", "x.fasta")
     for_fasta = given.model_copy(update={"data": given.data.model_copy(update={"train": "x.fasta"})})
-    with pytest.raises(UsageError, match=r"data\.sequence_column: x\.fasta is no table; remove it"):
+    with pytest.raises(UsageError, match=r"data\.sequence_column: x\.fasta is no table; remove the key"):
         open_split(for_fasta, "train", None)
 
 

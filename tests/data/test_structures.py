@@ -350,7 +350,7 @@ def test_what_cannot_be_written_is_refused_and_nothing_is_left_or_written_over(f
     write(folder / "x.cif", cif(moved, {"A": three(SEQ)}))
     refused(r"x\.cif: chain 'x_A' is .* A wide")
     write(folder / "x.cif", cif(chain("MKTAY"), {"A": three("MKTAY")}))
-    refused("set: has no protein chain with 10 residues .*1 record left out with fewer")
+    refused("set: has no protein chain with 10 or more residues .*1 record left out with fewer")
     (folder / "y.pdb").symlink_to(tmp_path / "nowhere")
     refused(r"y\.pdb: .*link")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]

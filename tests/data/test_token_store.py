@@ -141,7 +141,7 @@ def test_what_is_no_store_of_this_version_is_refused(store: TokenStore, tmp_path
     whole = path.read_text()
     for change in ({"version": 2}, {"alphabet": "0"}):
         path.write_text(json.dumps(json.loads(whole) | change))
-        with pytest.raises(InputError, match="another version"):
+        with pytest.raises(InputError, match="this version"):
             TokenStore(store.path)
 
 

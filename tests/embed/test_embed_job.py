@@ -192,7 +192,7 @@ def test_the_command_takes_layers_and_heads(given: Given) -> None:
     for option, wrong in (("--layers", "1;2"), ("--heads", "0,x")):
         refused = in_process(*ask, option, wrong, cwd=given.out)
         assert refused.returncode == 2
-        assert refused.stderr.startswith(f"error: {option} {wrong}: numbers")
+        assert refused.stderr.startswith(f"error: {option} {wrong}: whole numbers")
     done = in_process(*ask, "--layers", "1", "--heads", "3,1", cwd=given.out)
     line = "x.safetensors: 12 records; 12 sequences computed, 0 duplicates, 0 reused\n"
     assert (done.returncode, done.stdout) == (0, line)

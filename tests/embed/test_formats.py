@@ -366,7 +366,7 @@ def test_what_a_format_cannot_hold_is_refused(tmp_path: Path, monkeypatch: pytes
         ("npy", [RESIDUE], "fp32", "not residue_6"),
         ("csv", [MEAN, CLS], "fp32", "csv can store only one output"),
         ("npy", [MEAN], "bf16", "not bf16"),
-        ("biotrainer-h5", [LOGITS], "fp32", "none for logits"),
+        ("biotrainer-h5", [LOGITS], "fp32", "not logits"),
         ("parquet", [ATTENTIONS], "fp32", "--format h5 or npz or zarr"),
     ]
     for fmt, outputs, dtype, token in cases:

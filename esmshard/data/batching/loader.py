@@ -98,8 +98,8 @@ class Examples:
             maximum length of a chain, not of a record.
 
     Raises:
-        InputError: a record is longer than `max_length` and `long` is `error`; or `max_length` has no room for the
-            chains beside the linkers; or no record is left.
+        InputError: a record is longer than `max_length` and `long` is `error`; or the linkers of a record leave no
+            room for its chains in `max_length`; or no record is left.
     """
 
     def __init__(
@@ -145,14 +145,14 @@ class Examples:
         self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
         """The number of tokens of each example after cropping, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
-        """The number of tokens to add to every micro-batch: the tokens of the wild type for variants, else 0."""
+        """The number of tokens to add to each micro-batch: for variants, the tokens of the wild type; else 0."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def digest(self) -> str:
-        """A hash of the chosen records, their order and their tracks."""
+        """A hash of the records of this set, their order and their tracks."""
         digest = self._digest or self.store.digest
         if self.tracks is None:
             return digest
@@ -206,8 +206,8 @@ class Examples:
         return self.store.residues(int(self._record_E[n]))
 
     def blocks(self) -> npt.NDArray[np.int64] | None:
-        """Return a block number for each example, int64 [E]; None if all examples are independent. Variants that change
-        the same positions are in one block.
+        """Return the block number of each example, int64 [E]; None without blocks. The bootstrap resamples a block as a
+        unit. Variants that change the same positions are in one block.
         """
         block_N: npt.NDArray[np.int64] | None = getattr(self.labels, "block_N", None)
         return None if block_N is None else block_N[self._record_E]

@@ -115,7 +115,7 @@ class StepPlan:
         return shuffled
 
     def _drawn(self, n: int, what: int) -> npt.NDArray[np.uint64]:
-        """Return n random numbers. They depend only on the seed, the current epoch, and the use `what` (a number)."""
+        """Return n random numbers. They depend only on seed, current epoch and `what`, a number for each use."""
         return np.random.PCG64(np.random.SeedSequence((self._seed, self._epoch, what))).random_raw(n)
 
     def _fill_window(self, window: int) -> list[Integers]:

@@ -133,7 +133,8 @@ def mark_linkers(labels_LL: npt.NDArray[np.int8], linker_L: npt.NDArray[np.bool_
 
 
 def chain_numbers(labels_LL: npt.NDArray[np.int8]) -> npt.NDArray[np.intp]:
-    """Return the chain number of each token, int [L]. `labels_LL` is the result of `mark_linkers`.
+    """Return a number for each token, int [L]: equal for residues of the same chain, different for different chains.
+    `labels_LL` is the result of `mark_linkers`.
 
     >>> linker_L = np.array([False, False, True, True, False])
     >>> chain_numbers(mark_linkers(np.zeros((5, 5), np.int8), linker_L)).tolist()

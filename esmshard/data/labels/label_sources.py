@@ -88,7 +88,9 @@ def label_source(fasta: Path, data: DataSettings) -> Table | Path | None:
     else:
         source = table_or_fasta(remote.data_file(data.labels))
     if data.id_column is not None and not isinstance(source, Table):
-        raise UsageError(f"data.id_column: {source or fasta} is no table; remove it, or name a table in data.labels")
+        raise UsageError(
+            f"data.id_column: {source or fasta} is no table; remove the key, or name a table in data.labels"
+        )
     return source
 
 

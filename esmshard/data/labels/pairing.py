@@ -71,7 +71,9 @@ def rows_of_records(
         sequence_column = None
     column = id_column or sequence_column
     if column is None:
-        raise InputError(f"{table.path}: has no column of ids or sequences with a usual name; {listed(table.columns)}")
+        raise InputError(
+            f"{table.path}: has no column named id or sequence; set data.id_column; {listed(table.columns)}"
+        )
     by_sequence = id_column is None or id_column == sequence_column
     linker = store.linker or LINKER
     rows: dict[str | bytes, int] = {}
@@ -123,10 +125,12 @@ def check_labelled(
     *,
     required: bool,
 ) -> None:
-    """Count the records without a label in `edits`. `labelled_N` says whether each record has a label, bool [N].
+    """Add the number of records without a label to `edits`. `labelled_N`, bool [N], says which records have one.
 
-    `lacks` is the name of the missing label in messages, such as `TARGET=`. `extra` has the ids of labels that belong
-    to no record. Raises `InputError` if no record has a label, or `required` is true and a record has no label.
+    `lacks` is the name of the missing label in messages, such as `TARGET=`. If no record has a label, the message
+    shows ids from `extra`, the ids of labels that belong to no record.
+
+    Raises `InputError` if no record has a label, or `required` is true and a record has no label.
     """
     without: list[int] = np.flatnonzero(~labelled_N).tolist()
     ids = f"({first_three(without, store.id)})"

@@ -177,7 +177,9 @@ def _flags(cells: Sequence[str], columns: Sequence[str], where: str) -> list[int
     truths = [TRUTH.get(text.lower()) for text in cells]
     if any(cells) and None in truths:
         c = truths.index(None)
-        raise InputError(f"{where}: {shown(columns[c])} is {shown(cells[c])}; write 0 or 1, or leave all columns empty")
+        raise InputError(
+            f"{where}: {shown(columns[c])} is {shown(cells[c])}; write 0 or 1, or leave all classes of the row empty"
+        )
     return [c for c, truth in enumerate(truths) if truth]
 
 

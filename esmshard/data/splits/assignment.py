@@ -87,14 +87,14 @@ def by_position(
 ) -> Numbers:
     """Split variants of one protein by the positions that they change.
 
-    A variant is left out if its changed positions are in several sets: in any set, the model would see positions of
-    another set. Positions that are changed together cannot be kept in one set, since variants with several random
-    changes connect all positions. The unchanged wild type goes to the first set or fold.
+    A variant is left out if its changed positions belong to several sets. Otherwise, variants of two sets could change
+    the same position. Positions that are changed together are not kept in one set: variants with several random changes
+    would join all positions into one set. The unchanged wild type goes to the first set or fold.
 
     Args:
         positions: the changed positions of each of N variants, counted from 0.
-        shares: the relative sizes of the sets. The size of a set is the number of changes at its positions. The
-            methods `modulo` and `contiguous` use only the number of shares.
+        shares: the relative sizes of the sets. The size of a set is the number of changes at its positions. If `by` is
+            `modulo` or `contiguous`, only the number of shares counts.
         seed: the random seed.
         by: `position`: positions go to sets at random, and folds have nearly equal numbers of changes. `modulo`: the
             i-th changed position goes to fold i mod K, with i from 0. `contiguous`: each fold has neighbouring changed
@@ -184,7 +184,7 @@ def sets_of_fold(fold_N: Numbers, fold: int, folds: int) -> Numbers:
 
 
 def check_given(number_N: Numbers, source: Path) -> None:
-    """Raise `InputError` if the file `source` assigns no record to one of the three sets."""
+    """Raise `InputError` if one of the three sets has no record. The file `source` names the sets of the records."""
     for k, name in enumerate(SETS):
         if not (number_N == k).any():
             raise InputError(

@@ -43,7 +43,7 @@ _CODE[np.frombuffer(encode_residues(STANDARD), dtype=np.uint8)] = np.arange(len(
 _BLOCK = 200_000
 """The approximate number of residues that are compared at a time."""
 _INDEXED = 10_000_000
-"""A check compares at most this number of residues outside the training set. Sorting their 5-mers needs 300 MB."""
+"""A check compares at most this number of residues from sets other than `train`. Sorting their 5-mers needs 300 MB."""
 _SAMPLE = 500
 _BLIND = "similar: one training record has a fifth of the 5-mers; this does not find remote homologs"
 

@@ -43,7 +43,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     data, seed = recipe.data, recipe.train.seed
     files = (remote.data_file(file) for file in (data.train, data.valid, data.test) if file is not None)
     if data.complexes is not None and not any(map(structure_folder.holds_structures, files)):
-        raise UsageError(f"data.complexes: {data.complexes} is for structure files, and there are none; remove it")
+        raise UsageError(f"data.complexes: {data.complexes} is for structure files, and there are none; remove the key")
     if recipe.task.reads_table:
         return open_variants(data, name, alone=recipe.task.wild_type_alone, tracks=tracks)
     valid_is_part = data.valid == data.train
@@ -51,7 +51,7 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     path = remote.data_file(getattr(data, "train" if divided else name))
     fasta, tokens, sources = _records(path, tracks, data)
     if name == "train" and data.sequence_column is not None and not is_sequence_table(path):
-        raise UsageError(f"data.sequence_column: {path} is no table; remove it, or name a table in data.train")
+        raise UsageError(f"data.sequence_column: {path} is no table; remove the key, or name a table in data.train")
     split_labels = None if labels is None else labels(fasta, tokens, data)
     members_N, notices = members(data, name, path, fasta, tokens)
     digest = tokens.digest
@@ -80,8 +80,8 @@ def open_tested(
     tracks: Sequence[TrackFile] = (),
     complexes: str | None = None,
 ) -> Examples:
-    """Open labelled records to test a model. `source` is a FASTA file, a table, a token store, structures, or
-    `sample:NAME`.
+    """Open labelled records to test a model. `source` is a FASTA file, a table, a token store, structures, or a
+    file of the package (`sample:NAME`).
 
     `file` is the label file; None if the labels are with the records. `recipe` is the recipe of the model. For `labels`
     and `tracks` see the function `open_split`, for `complexes` the recipe key `data.complexes`.
@@ -116,7 +116,7 @@ def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tup
 
 
 def joined(recipe: Recipe, chains: Chains) -> Recipe:
-    """Return the recipe with linker and gap of `chains` in `data.join`. Recipes of tasks on pairs are not changed."""
+    """Return the recipe with linker and gap of `chains` in `data.join`. Recipes for protein pairs are not changed."""
     if recipe.task.pairs:
         return recipe
     join = JoinSettings(linker=chains.linker, gap=chains.gap)
@@ -174,7 +174,7 @@ def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
             absent.append(record_id)
     if absent:
         count = f"{len(absent):,} of {len(ids):,} records"
-        raise InputError(f"{path}: {count} are in no cluster ({first_three(absent, str)}); cluster the file again")
+        raise InputError(f"{path}: {count} are in no cluster ({first_three(absent, str)}); cluster all records again")
     notices = []
     surplus = [member for member in cluster if member not in used]
     if surplus:
@@ -268,7 +268,7 @@ def members(
 
 
 def marked(tokens: TokenStore) -> bool:
-    """Return whether the header of any of the first records (`_SEARCHED`) has `SET=`."""
+    """Return whether the header of any of the first `_SEARCHED` records has `SET=`."""
     return any(b"SET=" in tokens.header(n).upper() for n in range(min(_SEARCHED, len(tokens))))
 
 
@@ -295,7 +295,7 @@ def given_splits(
         fasta: the file of the records, for messages.
         source: a table with a column `set` or `split`, and perhaps a column `validation`; or the path of a FASTA file
             of labels with `SET=` and `VALIDATION=` in its headers. With None, only the headers of the records are read.
-        edits: counts left-out records, and entries of `source` that belong to no record.
+        edits: counts left-out records, and rows or records of `source` that belong to no record of `store`.
         id_column: the name of the id column; see the function `rows_of_records`.
         required: whether a record without a set is an error.
 

@@ -77,7 +77,7 @@ class Method:
     clusters: Sequence[Path] = ()
     """Files with lines `representative<TAB>member`. Records in the same cluster of any file go to the same set."""
     train_max: str | None = None
-    """The maximum of training variants: a number of mutations, or for `low-to-high` a value (`50%`: the median)."""
+    """The maximum number of mutations of training variants; for `low-to-high` their maximum value (`50%`: median)."""
     target: str | None = None
     """The column of measured values for the method `low-to-high`."""
 
@@ -97,7 +97,7 @@ def chosen(known: Sequence[str], by: str | None = None, **options: Any) -> Metho
     by = by or known[0]
     if by not in known:
         data = "variants (--wild-type)" if known is OF_VARIANTS else "sequences (no --wild-type)"
-        raise UsageError(f"--by {by}: {data} are split by {', '.join(known)}")
+        raise UsageError(f"--by {by}: is not for {data}; choose {', '.join(known)}")
     given = {name: value for name, value in options.items() if value is not None and value != []}
     for name in given:
         if name not in _READS[by]:
@@ -266,7 +266,7 @@ class FastaRecords:
         return leakage.check(records.part(sets["train"]), others, most).notices()
 
     def _read_coordinates(self) -> dict[str, npt.NDArray[Any]] | None:
-        """Return the arrays of the `.npz` file, or None without such a file. Raises `InputError` if it does not fit."""
+        """Return the arrays of the `.npz` file; None without it. Raises `InputError` if they do not fit the records."""
         path = npz_beside(self._fasta)
         if self._fasta.is_dir() or not path.is_file():
             return None
@@ -313,7 +313,7 @@ class VariantRows:
         self._positions = [frozenset(m.position for m in mutations) for mutations in changes]
 
     def divide(self, method: Method, _directory: Path, _say: Callable[[str], None]) -> Numbers:
-        """Return the set or fold of each row, int64 [N]. Only the method `given` divides rows of a variant."""
+        """Return the set or fold of each row, int64 [N]. Only `given` may put rows of one variant into several sets."""
         if method.by == "given":
             number_N = given_sets(self._variants)
         elif method.by == "low-to-high":
@@ -329,7 +329,7 @@ class VariantRows:
         return number_N
 
     def _limit(self, method: Method) -> float:
-        """Return the maximum value of training variants: `method.train_max`, by default the mean of the wild type."""
+        """Return the maximum value of training variants: `method.train_max`, else the wild type's mean value."""
         value_N, limit = self._variants.target_NT[:, 0], method.train_max
         if limit is None:
             wild = [n for n, name in enumerate(self._names) if name == "WT"]

@@ -165,7 +165,7 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 
 
 def table_of(data: DataSettings) -> Variants:
-    """Read the variants of a recipe's table. The variants stay in memory until a file changes on disk."""
+    """Read the variants of a recipe's table. They stay in memory until the table or the wild type's file changes."""
     key = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
     paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
     return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))
@@ -250,7 +250,7 @@ def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
 
 
 def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
-    """Return the part of the wild type that the model reads, and its position in the wild type, counted from 0.
+    """Return the part of the wild type that the model reads, and the position of its first residue, from 0.
 
     If `data.long` is `window`, a longer wild type is cut to `data.max_length` residues around all mutated residues. All
     variants have the same part, so a single forward pass of the wild type is enough. Raises `InputError` if the mutated

@@ -86,7 +86,7 @@ def read_chains(
         chains: the names of the chains to read (`auth_asym_id` in mmCIF); by default every protein chain.
         min_plddt: a residue gets no coordinates if its atom CA is missing or has a lower B-factor. In predicted
             structures, the B-factor is the pLDDT (predicted accuracy of the residue).
-        edits: counts changed and left-out parts.
+        edits: counts changed residues, left-out chains, and similar edits.
 
     Raises:
         InputError: the file cannot be read or contradicts itself, or a chain of `chains` is missing.

@@ -197,7 +197,7 @@ def to_split(
             progress.update(done, f"{path.name}")
     if not records:
         reasons = "; ".join(edits.notices())
-        raise InputError(f"{source}: has no protein chain with {FEWEST} residues with coordinates ({reasons})")
+        raise InputError(f"{source}: has no protein chain with {FEWEST} or more residues with coordinates ({reasons})")
     _, sequences, coordinates = zip(*records.values(), strict=True)
     with replacing(npz, binary=True) as npz_file, replacing(fasta) as fasta_file:
         np.savez_compressed(

@@ -1,7 +1,8 @@
 """Defines ESM-2, ESM-1b and ESM-1v for packed sequences, and their files for `transformers` and fair-esm.
 
-esmshard's tensor names are fair-esm's names. All outputs must equal the outputs of fair-esm 2.0.0 (`esm/model/esm2.py`,
-`esm1.py`). `tests/parity/` compares the outputs. `esmshard.batch` explains the letters of tensor names.
+The parameters have the names that fair-esm gives them. All outputs must equal the outputs of fair-esm 2.0.0
+(`esm/model/esm2.py`, `esm1.py`). `tests/parity/` compares the outputs. `esmshard.batch` explains the capital letters at
+the end of variable names.
 """
 
 import argparse
@@ -328,8 +329,8 @@ class FairEsmFile(AuthorsFile):
     """fair-esm's format: a `.pt` file, and a second file with the contact regression."""
 
     def path(self, directory: Path, stem: str, config: EsmConfig) -> Path:
-        """Return the path `STEM.pt` in `directory`. If `stem` does not begin with the architecture (esm2, esm1b or
-        esm1v), it is added, because fair-esm reads the architecture from the file name.
+        """Return the path `STEM.pt` in `directory`. If STEM does not begin with the architecture (esm2, esm1b or
+        esm1v), the path is `ARCHITECTURE_STEM.pt`, because fair-esm reads the architecture from the file name.
         """
         architecture = "esm2" if config.rotary else "esm1b" if config.emb_layer_norm_before else "esm1v"
         has_prefix = stem.startswith("esm2" if config.rotary else ("esm1b", "esm1v"))

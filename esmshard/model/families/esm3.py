@@ -11,8 +11,8 @@ product of the rotated vectors. The head also places a query point and a key poi
 decreases with the distance between the points. The weighted sum of value vectors is rotated back into the frame of the
 query's residue.
 
-`transformers` has no ESM3, so only esmshard can read the model directories that it writes. These have the authors'
-tensor names. `ESM3_FILE` writes a file for the authors' code.
+`transformers` has no ESM3, so only esmshard can read the model directories that it writes. The files in them have
+the authors' tensor names. `ESM3_FILE` writes a file for the authors' code.
 """
 
 import re
@@ -82,7 +82,7 @@ AT_ONCE = 2**21
 _SOFTNESS = 3**-0.5
 NEIGHBOURS = 16
 FARTHEST_POSITION = 32
-"""The largest distance between two positions in the sequence for the encoder. Larger distances count as this number."""
+"""The largest distance along the sequence that the encoder sees, in residues. Larger distances count as this number."""
 RESIDUES_AT_ONCE = 256
 """The number of residues that the encoder computes at once. The released encoder's widest matrix then has 128 MiB."""
 
@@ -238,8 +238,8 @@ def _radial_basis(value: float, like: torch.Tensor) -> torch.Tensor:
 
 
 class ESM3(ESMC):
-    """The ESM3 model with the LM head of the sequence. The class also has the released file's other parameters, so that
-    esmshard can write a complete file.
+    """The ESM3 model with the LM head of the sequence. The class has all parameters of the released file, used or
+    not, so that esmshard can write a complete file.
 
     Geometric attention is trained if batches have coordinates, and the embedding of structure tokens if batches have
     structure tokens. The other parameters in `never_learns` are always frozen. Most of them do not affect outputs. In
@@ -294,8 +294,8 @@ class _Gate(nn.Module):
 
 
 class StructureEncoder(nn.Module):
-    """The encoder of structure tokens, without the parts that only its training needs. `codes` is the number C of codes
-    (structure tokens) and the width Z of a code's vector.
+    """The encoder of structure tokens, without the parts that only its training needs. The argument `codes` has two
+    numbers: the number C of codes (structure tokens), and the width Z of a code's vector.
     """
 
     codes_CZ: torch.Tensor

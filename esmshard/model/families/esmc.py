@@ -98,7 +98,7 @@ class _Gated(torch.autograd.Function):
 
 class RMSNorm(nn.RMSNorm):
     """Computes weight * x / sqrt(mean(x^2) + eps), with the mean in fp32. On a GPU, torch does this in one kernel.
-    Elsewhere `_RMSNorm` is used, because torch would save two more tensors for the backward pass.
+    Elsewhere `_RMSNorm` is used, because it saves two tensors fewer than torch for the backward pass.
     """
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
@@ -239,7 +239,9 @@ _OF_2026 = {
 
 
 def authors_pieces(key: str, config: EsmcConfig, names: Names = AUTHORS) -> tuple[Piece, ...]:
-    """Return the result of `Family.pieces` for a key of the authors' files. `names` translates the tensor names."""
+    """Return the result of `Family.pieces` for a tensor name in files of ESM C's authors. `names` translates these
+    names to esmshard's.
+    """
     for new, old in _OF_2026.items():
         key = key.replace(new, old)
     match = re.fullmatch(r"transformer\.blocks\.(\d+)\.(.+)", key)

@@ -53,8 +53,8 @@ class Names:
     in_block: Mapping[str, str]
     """The modules of a block: esmshard's names mapped to the names in files."""
     others: Mapping[str, str]
-    """The prefixes of all other tensors: esmshard's prefixes mapped to the prefixes in files. The first match
-    counts."""
+    """The prefixes of all other tensors: esmshard's prefixes mapped to the prefixes in files. The first
+    prefix that matches is replaced."""
 
     def theirs(self, name: str) -> str | None:
         """Return the name in files for esmshard's name; None for a block's tensor that files lack."""
@@ -73,7 +73,7 @@ class Names:
 
 
 def _moved(name: str, prefixes: Mapping[str, str]) -> str:
-    """Replace the first prefix that `name` has. `prefixes` maps old to new prefixes."""
+    """Replace the prefix of `name`. `prefixes` maps old to new prefixes; the first that matches is replaced."""
     old = next((prefix for prefix in prefixes if name.startswith(prefix)), "")
     return prefixes.get(old, "") + name.removeprefix(old)
 
@@ -102,7 +102,7 @@ class AuthorsFile:
 
 
 class Corruption(NamedTuple):
-    """How pre-training changed the residues to predict. They became `<mask>`, except for the shares named here."""
+    """How pre-training changed the residues to predict. All became `<mask>`, except for the two shares below."""
 
     random: float
     """The share of the residues to predict that became a random letter."""
@@ -220,7 +220,7 @@ class Family(ABC):
 
 
 def check_settings(raw: Mapping[str, Any], fixed: Mapping[str, Any], place: str = "") -> None:
-    """Raise `ValueError` with all settings in `raw` that differ from `fixed`. `place` is a prefix for their names."""
+    """Raise `ValueError` with all settings in `raw` that differ from `fixed`, each after the text `place`."""
     if wrong := [
         f"{place}{key} is {raw[key]!r}, not {value!r}" for key, value in fixed.items() if raw.get(key, value) != value
     ]:

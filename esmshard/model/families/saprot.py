@@ -33,8 +33,8 @@ STRUCTURES = len(STRUCTURE.letters) + 1
 
 
 def _first_row(token: str) -> int:
-    """Return the index of the embedding's row for a token of `esmshard.vocab`; for a residue, of the row of its first
-    pair. `<mask>` and letters that SaProt lacks count as an unknown amino acid.
+    """Return the index of the embedding's row for a token of `esmshard.vocab`. For a residue, return the index of the
+    row of its first pair. `<mask>` and letters that SaProt lacks count as an unknown amino acid.
     """
     if token in (*RESIDUES, TOKENS[MASK]):
         residue = token if token in STANDARD else UNKNOWN
@@ -44,7 +44,7 @@ def _first_row(token: str) -> int:
 
 @cache
 def _first_rows(device: torch.device) -> torch.Tensor:
-    """Return `_first_row` of all tokens, on `device`. The cache avoids a copy to it in each forward pass."""
+    """Return `_first_row` of all tokens, on `device`. The cache avoids a copy to the device in each forward pass."""
     return torch.tensor([_first_row(token) for token in TOKENS], device=device)
 
 
