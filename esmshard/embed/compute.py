@@ -1,7 +1,7 @@
 """Compute embeddings: the arrays of each sequence, and the parts of an `embed` job.
 
 Sequences of similar lengths are computed together in a batch (pack). A pack that does not fit into memory is divided
-into smaller packs. A single sequence that does not fit is divided into windows. A model that does not fit can be spread
+into smaller packs. A sequence that does not fit alone is divided into windows. A model that does not fit can be spread
 over GPUs, memory and disk.
 """
 
@@ -165,8 +165,8 @@ class Embedder:
         side_by_side(compute, packs, self.device, threads=self._threads)
 
     def _pack(self, inputs: Sequence[ModelInput]) -> list[Computed | Failed]:
-        """Compute all sequences at once. If memory does not suffice, compute each half of them, and divide a single
-        sequence into windows.
+        """Compute all sequences at once. If memory does not suffice, compute each half of them separately. A sequence
+        that does not fit alone is divided into windows.
         """
         results = halving(lambda members: self._finish(self._values(members)), inputs, self.device)
         return [result or self._in_windows(source) for source, result in zip(inputs, results, strict=True)]

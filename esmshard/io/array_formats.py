@@ -137,7 +137,8 @@ class FormatWriter(Writer):
     number_bytes: ClassVar[Mapping[Dtype, int]] = {"fp32": 4, "fp16": 2, "bf16": 2}
     """The maximum size of a number in the file in bytes, for each dtype."""
     header: ClassVar[float] = float("inf")
-    """The maximum size in bytes of the header of a file, which has all ids; infinite if the format sets no limit."""
+    """The maximum size in bytes of a file's header, for a format whose header contains all ids; infinite for a format
+    without such a limit."""
     extra: ClassVar[tuple[str, str] | None] = None
     """The Python module that writes the format, and the pip extra with this module; None if no extra is needed."""
 

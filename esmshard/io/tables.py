@@ -292,13 +292,18 @@ def read_text(path: Path, expected: str) -> str:
         if data.startswith(signature):
             raise InputError(f"{path}: is {what}")
     if data[:2] in (b"\xff\xfe", b"\xfe\xff") or b"\0" in data[:2]:
-        raise InputError(f"{path}: is UTF-16 text or not text; save it as 'CSV UTF-8'")
+        raise InputError(
+            f"{path}: is UTF-16 text or not text; save the file with the encoding UTF-8 (in Excel: file type "
+            "'CSV UTF-8')"
+        )
     data = data.removeprefix(b"\xef\xbb\xbf")
     try:
         text = data.decode()
     except UnicodeDecodeError as error:
         line = len((data[: error.start] + b".").splitlines())
-        raise InputError(f"{path}:{line}: is not UTF-8; save it as 'CSV UTF-8'") from None
+        raise InputError(
+            f"{path}:{line}: is not UTF-8; save the file with the encoding UTF-8 (in Excel: file type 'CSV UTF-8')"
+        ) from None
     if "\0" in text:
         line = len(data[: data.index(b"\0") + 1].splitlines())
         raise InputError(f"{path}:{line}: has a NUL byte, so the file is damaged or not text; make it again")

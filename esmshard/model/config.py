@@ -67,7 +67,7 @@ class ModelConfig(ABC):
         if self.chains.linker == "break" and not self.chain_break:
             raise ValueError("linker:break: this model has no chain-break token; give a linker length, as linker:25")
         if self.chains.gap and self.most_tokens is not None:
-            raise ValueError("gap: this model has learned positions, and a gap needs rotary positions; omit gap")
+            raise ValueError("gap: this model has position embeddings, and a gap needs rotary positions; omit gap")
 
     @property
     def head_dim(self) -> int:

@@ -120,7 +120,7 @@ class Trunk(nn.Module, ABC):
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Run the trunk over a packed batch. Raises `InputError` if a sequence is longer than the learned positions.
+        """Run the trunk over a packed batch. Raises `InputError` if a sequence is too long for the position embeddings.
 
         Args:
             batch: N sequences with T tokens in total.

@@ -339,8 +339,8 @@ def _read_adapter(path: Path) -> Weights:
 
 
 def joining(weights: Weights, chains: Chains | None, where: str) -> Weights:
-    """Return the weights for a model that joins chains with the settings `chains`. None keeps the model's settings.
-    Raises `UsageError` if the model does not support `chains`. `where` is the option or recipe key in the message.
+    """Return the same weights with `chains` as the settings for joining protein chains. If `chains` is None, nothing
+    changes. Raises `UsageError` if the model does not support these settings. `where` begins the message.
     """
     if chains is None:
         return weights

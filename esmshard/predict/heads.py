@@ -86,8 +86,9 @@ def predict(
     """Write the model's predictions for each record to the file `out`, and return the number of records in this file.
 
     Also return the id, the number of residues and the reason for each record that failed. A record fails if it does not
-    fit into memory, is too long for a model with learned positions, or gets predictions that are NaN or infinite. The
-    file `OUT.failed.tsv` lists these records. The file `OUT.json` says how `out` was made and how records were changed.
+    fit into memory, is too long for the model's position embeddings, or gets predictions that are NaN or infinite.
+    The file `OUT.failed.tsv` lists these records. The file `OUT.json` says how `out` was made and how records were
+    changed.
 
     An `.npz`, `.h5`, `.zarr` or `.safetensors` file has one array for each record under the record's id, as the command
     `embed` writes it. For contacts the array is a symmetric matrix of probabilities, float32 [L, L]; for other tasks
@@ -101,7 +102,8 @@ def predict(
         fasta: a FASTA file, `-` for standard input, a token store, a PDB or mmCIF file, or a directory of structures.
         out: the file to write.
         png: a directory for pictures of maps of residue pairs; see `esmshard.predict.pictures`.
-        tracks: for the name of each track, a path or `inside` (docs/tracks.md).
+        tracks: the path of each track, by its name (docs/tracks.md). If `fasta` has structures, `inside` in place of a
+            path means their coordinates.
         complexes: which chains of a structure file become one record; see the key `data.complexes` of a recipe.
         device: the name of the device; see `chosen_device`.
         overwrite: replace `out`, and pictures with the same names.
@@ -297,7 +299,7 @@ def predictions(
     for window in windows(cost_N):
         inputs_of = {n: question(n) for n in window}
         short = [n for n in window if limit is None or inputs_of[n].longest <= limit]
-        too_long = f"too long: the model has learned positions for {(limit or 0) - 2} residues"
+        too_long = f"too long: the model has position embeddings for only {(limit or 0) - 2} residues"
         done: dict[int, Array | str] = dict.fromkeys(window, too_long)
         packs = [[short[k] for k in group] for group in by_length(cost_N[short].tolist(), most)] if short else []
         inputs = [[inputs_of[n] for n in members] for members in packs]

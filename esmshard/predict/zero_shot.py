@@ -149,7 +149,7 @@ def score_table(
         offset: the number that is added to the positions of the table; see `read_variants`.
         ensemble: the names or paths of models whose scores are averaged with those of `model`.
         window: the window in residues; see `score`. For several models the default is the smallest default window.
-        tracks: for the name of each track of the wild type, a path or `inside`.
+        tracks: the path of each track of the wild type, by the name of the track (docs/tracks.md).
         device: the name of the device; see `chosen_device`.
         overwrite: replace `out`.
     """
@@ -252,7 +252,8 @@ def _open(
         most = language_model.config.most_tokens
         if window is not None and most is not None and window + 2 > most:
             raise UsageError(
-                f"--window {window}: {name} has learned positions for {most - 2} residues; pass this number or less"
+                f"--window {window}: {name} has position embeddings for only {most - 2} residues; pass this number or "
+                "less"
             )
         opened.append(language_model)
     return opened, min(window_of(language_model.config) for language_model in opened) if window is None else window
@@ -312,7 +313,8 @@ def score_sequences(
             estimates the same numbers from one pass for each window (see `marginals.as_masked`).
         ensemble: the names or paths of models whose scores are averaged with those of `model`.
         window: the maximum number of residues that the models read at once; see `score_table`.
-        tracks: for the name of each track, a path or `inside` (docs/tracks.md).
+        tracks: the path of each track, by its name (docs/tracks.md). If `fasta` has structures, `inside` in place of a
+            path means their coordinates.
         join: how the chains of a record are joined (docs/chains.md); by default as the model joins chains.
         device: the name of the device; see `chosen_device`.
         overwrite: replace `out`.

@@ -426,8 +426,8 @@ class OptimSettings(Settings):
     warmup: float = Field(0.05, ge=0, le=1)
     """The share of all steps in which the learning rate rises from 0 to its peak."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """How the learning rate falls after the warm-up. `cosine` and `linear` reach 0 one step after the last step. With
-    `constant` the rate does not fall."""
+    """How the learning rate falls after the warm-up. `cosine` and `linear` would reach 0 one step after the last
+    step, so the last step still changes the weights. With `constant` the rate does not fall."""
     clip: float = Field(1.0, gt=0, le=10**9)
     """The maximum norm of the gradient over all trained weights. A larger gradient is scaled down to this norm."""
 

@@ -92,7 +92,8 @@ def pseudo_log_likelihoods(
         proteins: N proteins.
         scored_N: how many residues of each protein are scored; see `scored_residues`.
         window: the number of residues that the model reads at once.
-        visible: how the model's training changed residues; None to mask each residue in turn.
+        visible: the shares of random and unchanged residues in the model's pre-training, from which `as_masked`
+            estimates p while nothing is masked; None masks each residue in turn.
     """
     sum_N, done = np.zeros(len(scored_N)), 0
     with Progress("score", int(scored_N.sum())) as progress:

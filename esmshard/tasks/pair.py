@@ -119,7 +119,7 @@ class PairTask(SequenceTask):
         return data.blocks(), "sequence"
 
     def groups(self, data: Examples, known: Mapping[str, npt.NDArray[Any]]) -> list[str]:
-        """Return the class of each pair (C3, C2, C1): 0, 1 or 2 of its sequences are in training pairs."""
+        """Return the class of each pair: C3 if none of its sequences is in a training pair, C2 if one, C1 if both."""
         if (trained := known.get(TRAINED_CHAINS)) is None:
             return []
         whole = map(data.whole, range(len(data)))

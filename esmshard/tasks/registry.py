@@ -76,8 +76,8 @@ def traits(name: object) -> "type[TaskSettings]":
 
 
 def settings_of(section: Any) -> "TaskSettings":
-    """Convert the task section of a saved recipe to settings. Raises `InputError` if no usable task has the section's
-    name, and `ValueError` if the section does not fit the task.
+    """Convert the task section of a saved recipe to settings. Raises `InputError` if the section's key `name` names
+    no usable task, and `ValueError` if the section does not fit the task.
     """
     name, known = section["name"], registered()
     if name not in known.tasks:

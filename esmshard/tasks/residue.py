@@ -112,7 +112,9 @@ class ResidueTask(LabelTask):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The letters of each class; empty before `learn` unless `classes` is set. For kind `number` it is `value`."""
+        """For each class its letters, such as `HGI`; empty before `learn` unless the setting `classes` is given. For
+        kind `number` the only name is `value`.
+        """
         return ("value",) if self.settings.kind == "number" else super().names or self.settings.classes or ()
 
     @property

@@ -293,7 +293,9 @@ def _place(path: str | Path, out: Path) -> str:
 
 
 def described(model: str, about: Mapping[str, Any], data: Examples, out: Path) -> dict[str, Any]:
-    """Return entries on a model and its data for `evaluation.json` in `out`. `about` is the model's `esmshard.json`."""
+    """Return the entries of `evaluation.json` that describe the model and the records on which it was evaluated. Paths
+    are relative to `out` (see `shared_place`). `about` is the model's `esmshard.json`.
+    """
     facts = {key: about[key] for key in ("esmshard", "step", "weights_sha256")}
     base = about["recipe"]["model"]
     name = shared_place(found_place(base["name"], weights.directory(model)), out)

@@ -29,7 +29,7 @@ def test_processes_share_the_kind_of_device_that_was_named(monkeypatch: pytest.M
     assert [own_device(n, 2, "cuda") for n in range(2)] == [torch.device("cuda", n) for n in range(2)]
     assert [own_device(n, 3, "cpu") for n in range(3)] == [CPU] * 3
     assert own_device(0, 1, "cuda:1") == torch.device("cuda", 1)
-    with pytest.raises(InputError, match="there are 2"):
+    with pytest.raises(InputError, match="sees 2 of"):
         own_device(2, 3, "cuda")
     with pytest.raises(UsageError, match=r"device cuda:1: is a single GPU.*pass --nproc 1, or --device cuda or cpu"):
         own_device(0, 2, "cuda:1")

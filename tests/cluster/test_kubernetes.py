@@ -257,6 +257,7 @@ def _tiny(recipe_file: Path) -> dict[str, Any]:
     return job_object
 
 
+@pytest.mark.slow
 def test_two_pods_train_and_are_preempted(tiny_recipe: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """How such a run goes on is the same under Slurm, in test_slurm_run.py."""
     work = tiny_recipe.parent

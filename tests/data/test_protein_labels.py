@@ -139,7 +139,7 @@ def test_columns_may_be_named_and_must_be_clear(path: Path) -> None:
         ("id,target,Label\na,x,1\n", {}, "'target' and 'Label' may both be meant; set data.target"),
         ("id,score\na,1\n", {}, "has no column 'target' or 'label'"),
         ("id,score\na,1\n", {"columns": ["helix"]}, "has no column 'helix'"),
-        ("key,target\na,1\n", {}, "has no column of ids or sequences"),
+        ("key,target\na,1\n", {}, "has no column named id or sequence"),
         ("id,target\na,1\n,2\n", {}, ":3: column 'id' is empty"),
     ):
         refused(token, STORE, "number", table(path, text), **options)

@@ -155,6 +155,7 @@ def test_workers_of_an_array_share_the_parts_and_one_may_die(given: Given, out: 
     given.check(out / "x.npy")
 
 
+@pytest.mark.slow
 def test_ray_computes_the_same(given: Given, tmp_path: Path) -> None:
     pytest.importorskip("ray")
     out = tmp_path / "out" / "x.npy"

@@ -252,7 +252,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     ("size", "layout", "tokens", "adapt"),
     [
         slow(ESM2_8M, {}, 2048, ("lora", "nf4")),
-        (ESM2_8M, PAIR, 768, ("full", None)),
+        (ESM2_8M, {}, 1024, ("full", None)),
+        slow(ESM2_8M, PAIR, 768, ("full", None)),
         slow(ESM2_8M, {}, 2048, ("lora", None)),
         slow(ESM2_8M, {}, 2048, ("head", None)),
         slow(ESM2_8M, {}, 2048, ("lora", "int8")),

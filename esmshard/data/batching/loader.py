@@ -145,7 +145,8 @@ class Examples:
         self.tokens: npt.NDArray[np.int32] = length_E + np.int32(2) if tokens_N is None else tokens_N[self._record_E]
         """The number of tokens of each example after cropping, with `<cls>` and `<eos>`, int32 [E]."""
         self.beside = 0
-        """The number of tokens to add to each micro-batch: for variants, the tokens of the wild type; else 0."""
+        """How many tokens each micro-batch has in addition to the tokens of its examples: for variants, the tokens of
+        the wild type; otherwise 0."""
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -102,8 +102,8 @@ def open_tested(
 
 
 def _records(path: Path, tracks: Sequence[TrackFile], data: DataSettings) -> tuple[Path, TokenStore, list[TrackFile]]:
-    """Return the sequence file of a data path, its records, and the tracks with their paths. The sequence file of
-    structures is a FASTA file that is made from the structures.
+    """Return the sequence file of a data path, its records, and the tracks with their paths. The sequence file is
+    `path` itself or, if `path` has structures, a FASTA file that is made from them.
     """
     sources = with_paths(path, tracks)
     fasta = structure_folder.cached_split(path, data.complexes) if structure_folder.holds_structures(path) else path

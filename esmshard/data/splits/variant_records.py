@@ -195,9 +195,9 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
 
 
 def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
-    """Return the set of each row in the column `set` or `split`, or LEFT_OUT, int64 [N]. FLIP's column `validation` may
-    say which rows of the set `train` are validation rows. Raises `InputError` if there is no column `set` or `split`,
-    or a cell does not name a set.
+    """Return for each row the index in SETS of the set in the column `set` or `split`, int64 [N]; LEFT_OUT for an empty
+    cell. FLIP's column `validation` may say which rows of the set `train` are validation rows. Raises `InputError` if
+    the table has neither or both columns, a cell is not valid, or `validation` contradicts the set.
     """
     column = table.only_column(("set", "split"), "rename one of them")
     if column is None:

@@ -57,7 +57,7 @@ class EsmConfig(ModelConfig):
     token_dropout: bool = True
     """Whether embeddings of `<mask>` are set to zero and all other embeddings rescaled, as in all released models."""
     max_positions: int | None = None
-    """The number of learned positions (ESM-1b, ESM-1v: 1024); None for rotary positions (ESM-2, SaProt)."""
+    """The number of position embeddings (ESM-1b, ESM-1v: 1024); None for rotary positions (ESM-2, SaProt)."""
     emb_layer_norm_before: bool = False
     """Whether a LayerNorm is applied to the embeddings before the first layer."""
 
@@ -73,7 +73,7 @@ class EsmConfig(ModelConfig):
 
     @property
     def position_rows(self) -> int:
-        """The number of rows in the table of learned positions. The first position has row PAD + 1, as in fairseq."""
+        """The number of rows in the table of position embeddings. The first position has row PAD + 1, as in fairseq."""
         return (self.max_positions or 0) + PAD + 1
 
     @property
@@ -168,8 +168,8 @@ class ESM2(Trunk):
             if batch.max_seqlen > self.config.max_positions:
                 n = batch.token_counts.index(batch.max_seqlen)
                 raise InputError(
-                    f"record {batch.record_ids[n]}: {batch.lengths[n]} residues, but this model has learned positions "
-                    f"for {self.config.max_positions - 2} residues; cut the sequence, or use an ESM-2"
+                    f"record {batch.record_ids[n]}: {batch.lengths[n]} residues, but this model has position "
+                    f"embeddings for only {self.config.max_positions - 2} residues; cut the sequence, or use an ESM-2"
                 )
             x_TD = x_TD + self.embed_positions(batch.position_T + PAD + 1)
         if self.config.emb_layer_norm_before:
