@@ -28,6 +28,7 @@ def write_pairs(file: Path) -> None:
     file.write_text("\n".join(lines) + "\n")
 
 
+@pytest.mark.slow
 def test_one_process_goes_on_from_a_checkpoint_of_three_and_ends_as_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from esmshard.model.config import SHIPPED
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.slow
 def test_the_wheel_holds_all_and_works_in_an_empty_directory(tmp_path: Path) -> None:
     from hatchling.builders.wheel import WheelBuilder
 

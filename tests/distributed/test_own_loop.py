@@ -66,6 +66,7 @@ def loop(directory: str) -> dict[str, Any]:
     return held
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_on_three_ranks_of_srun(tmp_path: Path) -> None:
     every = sum(p.numel() for p in Bert().parameters())
     for held in run_ranks("test_own_loop:loop", 3, tmp_path, str(tmp_path / "checkpoints")):

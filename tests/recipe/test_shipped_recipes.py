@@ -3,7 +3,9 @@
 import csv
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,7 +55,12 @@ DRAWN: set[str] = set()
 """The tasks of which a report was drawn, which takes seconds."""
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_file.names() if not name.startswith("variants")])
+def night(names: Iterable[str]) -> list[Any]:
+    """A recipe such as `contact-esm2` takes the same way as `contact`, with other settings."""
+    return [pytest.param(name, marks=pytest.mark.slow if "-esm" in name else ()) for name in names]
+
+
+@pytest.mark.parametrize("name", night(name for name in recipe_file.names() if not name.startswith("variants")))
 def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metrics, "RESAMPLES", 50)
     copy = data / f"{name}.yaml"
@@ -88,7 +95,7 @@ def test_a_shipped_recipe_runs(name: str, data: Path, tmp_path: Path, monkeypatc
         assert sums == pytest.approx([1.0] * len(rows), abs=1e-3), "probabilities"
 
 
-@pytest.mark.parametrize("name", [name for name in recipe_file.names() if name.startswith("variants")])
+@pytest.mark.parametrize("name", night(name for name in recipe_file.names() if name.startswith("variants")))
 def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One fold of the first residues of the shipped table, and the ranks of all single substitutions there."""
     monkeypatch.setattr(metrics, "RESAMPLES", 50)

@@ -86,6 +86,7 @@ def test_a_trial_that_fails_is_recorded_and_does_not_end_the_sweep(small: Path, 
     assert read(tmp_path / "run")["best"] == best["number"]
 
 
+@pytest.mark.slow
 def test_a_bad_trial_is_stopped_by_all_ranks_together(small: Path, tmp_path: Path) -> None:
     settings = LR.format(choices="1.0e-9, 3.0e-3").replace("pruner: none", "prune_after_trials: 1")
     done = sweep(small, settings, "--nproc", "2", "--seeds", "1", "checkpoint.every=1")
