@@ -13,19 +13,20 @@ from ranks import run_ranks
 from test_variant_task import NANO, WT, example, log_odds, logits, mutant, task, trunk  # noqa: F401
 
 from esmshard.batch import pack
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.tasks.likelihood import LOSSES, fit_line
+from esmshard.train.inputs import prepare
 from esmshard.vocab import MASK, encode
 
 SCORES, TARGETS = torch.tensor([0.3, -1.2, 2.0, 0.5, 0.1]), torch.tensor([1.0, 3.0, 2.0, 2.0, -1.0])
 RECIPE = """\
-task: {{name: variant, head: likelihood, loss: {loss}}}
+task: {{name: variant, head: likelihood}}
 model: {{name: starter}}
-data: {{table: v.csv, wild_type: "sample:variants/wild_type.fasta", folds: 3, fold: 0}}
+data: {{table: v.csv, wild_type: wt.fasta, folds: 3, fold: 0}}
 batch: {{sequences: 20, tokens_per_rank: 40}}
 optim: {{lr: 1.0e-3}}
 train: {{steps: 4, eval_every: 2}}
@@ -89,27 +90,29 @@ def test_scores_are_log_odds_in_each_context(trunk: ESM2, sign: int) -> None:  #
         assert scores(context) == pytest.approx([sign * value for value in expected], abs=1e-4)
 
 
-def write_recipe(directory: Path, loss: str = "ranking") -> Path:
-    table = (Path(__file__).parents[2] / "data" / "variants" / "landscape.csv").read_text().splitlines()
-    (directory / "v.csv").write_text("\n".join([table[0], *table[2::40]]) + "\n")
+def write_recipe(directory: Path) -> Path:
+    """30 single substitutions of a protein of 24 residues, in a recipe with three folds."""
+    singles = [f"{WT[n]}{n + 1}{letter}" for n in range(1, len(WT)) for letter in "AW" if letter != WT[n]][:30]
+    rows = [f"{name},{n * 7 % 11},{n}" for n, name in enumerate(singles)]
+    (directory / "v.csv").write_text("\n".join(["mutant,score,other", *rows]) + "\n")
+    (directory / "wt.fasta").write_text(f">wt\n{WT}\n")
     path = directory / "few.yaml"
-    path.write_text(RECIPE.format(loss=loss, out=directory / "run"))
+    path.write_text(RECIPE.format(out=directory / "run"))
     return path
 
 
 def test_a_step_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
-    """Pairs of a step are complete although a micro-batch of 40 tokens would hold 13 variants."""
-    for loss in ("ranking", "listmle"):
-        path = str(write_recipe(tmp_path, loss))
-        alone, both = (
-            run_ranks("test_dropout:train", size, tmp_path, path, [f"out={tmp_path / f'{loss}-{size}'}"], None)[0]
-            for size in (1, 2)
-        )
-        assert np.allclose(alone, both, rtol=0, atol=1e-5)
-        assert alone[0] > alone[-1]
+    """Pairs of a step are complete although a micro-batch of 40 tokens would have 13 variants."""
+    path = str(write_recipe(tmp_path))
+    alone, both = (
+        run_ranks("test_dropout:train", size, tmp_path, path, [f"out={tmp_path / str(size)}"], None)[0]
+        for size in (1, 2)
+    )
+    assert np.allclose(alone, both, rtol=0, atol=1e-5)
+    assert alone[0] > alone[-1]
 
 
-def test_mistakes(trunk: ESM2, tmp_path: Path) -> None:  # noqa: F811
+def test_mistakes(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
     path = write_recipe(tmp_path)
     for changes, token in {
         ("task.pool=sites",): "task.head network",
@@ -119,6 +122,14 @@ def test_mistakes(trunk: ESM2, tmp_path: Path) -> None:  # noqa: F811
     }.items():
         with pytest.raises(InputError, match=token):
             recipe_file.load(path, changes)
+    monkeypatch.chdir(tmp_path)
+    for changes, token in {
+        ("adapt.method=head",): "leaves nothing to train",
+        ("data.target=[score, other]",): "learns one target",
+        ("model.name=nano", "init=random"): "no trained LM head",
+    }.items():
+        with pytest.raises((InputError, UsageError), match=token):
+            prepare(recipe_file.load(path, changes), 1, 1, torch.device("cpu"))
     batch, targets = collate(made := task(head="likelihood"), [example("K2A", float("nan")), example("WT", 1.0)])
     part = made.loss(FineTuner(trunk, made.head(NANO))(batch), targets)
     assert int(part.count) == 0
