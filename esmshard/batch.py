@@ -14,13 +14,17 @@ The letters at the end of a tensor's name are its dimensions, before the tensor 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.vocab import CLS, EOS, SEPARATOR
+from esmshard.vocab import CLS, EOS, MASK, SEPARATOR
+
+Context = Literal["wild_type", "masked", "variant"]
+"""The sequence from which the language model predicts the changed residues of a variant: the wild type, the variant
+with masks in place of its changes, or the variant."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +176,7 @@ def pack_variants(
     wild_type: npt.NDArray[np.uint8],
     record_ids: Sequence[str] | None = None,
     *,
-    logits: bool = False,
+    logits_from: Context | None = None,
     alone: bool = False,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> TokenBatch:
@@ -187,7 +191,7 @@ def pack_variants(
         tokens: the tokens of each variant, uint8 [L + 2].
         wild_type: the tokens of the wild type, uint8 [L + 2].
         record_ids: the ids of the variants; "0", "1", ... by default.
-        logits: whether the language model computes logits for the wild type at the M changed residues.
+        logits_from: the sequence for which the language model computes logits at the M changed residues, if any.
         alone: whether the batch contains only the wild type, and no variant.
         tracks: arrays [L + 2, ...] by track name, for the wild type and all variants.
     """
@@ -200,8 +204,14 @@ def pack_variants(
     wild_M = place_M + (0 if alone else len(tokens) * length)
     changes_4M = np.stack([record_M, tokens_NL[record_M, place_M], place_M + before_M, wild_M]).astype(np.int64)
     record_ids = list(map(str, range(len(tokens)))) if record_ids is None else record_ids
-    packed = [] if alone else list(tokens)
-    logits_at = [*[np.empty(0, np.int64)] * len(packed), place_M.astype(np.int64)] if logits else None
+    if logits_from == "masked":
+        tokens_NL = np.where(tokens_NL != wild_type, np.uint8(MASK), tokens_NL)
+    packed = [] if alone else list(tokens_NL)
+    nowhere, logits_at = np.empty(0, np.int64), None
+    if logits_from == "wild_type":
+        logits_at = [*[nowhere] * len(packed), place_M.astype(np.int64)]
+    elif logits_from is not None:
+        logits_at = [*np.split(place_M.astype(np.int64), np.searchsorted(record_M, range(1, len(tokens)))), nowhere]
     ids = ["wild type"] if alone else [*record_ids, "wild type"]
     batch = pack([*packed, wild_type], ids, logits_at, [tracks or {}] * len(ids))
     return replace(batch, changes_4M=torch.from_numpy(changes_4M), n_variants=len(tokens))
@@ -219,8 +229,8 @@ class Inputs:
     """Positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
     """For a variant, the tokens of its wild type; otherwise None. All inputs of a batch have the same wild type."""
-    wild_type_logits: bool = False
-    """Whether the task head needs the language model's logits for the wild type at the changed residues."""
+    logits_from: Context | None = None
+    """For a variant, the sequence whose logits at the changed residues the task head needs; None for no logits."""
     wild_type_alone: bool = False
     tracks: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
     """The tracks (`esmshard.vocab.Track`) by name, [L + 2, ...] each. A variant and its wild type have the same
@@ -239,8 +249,14 @@ def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) 
     """Put inputs into one `TokenBatch`. By default, `record_ids` are "0", "1", and so on."""
     first = inputs[0]
     if first.wild_type is not None:
-        options = {"logits": first.wild_type_logits, "alone": first.wild_type_alone}
-        return pack_variants([i.tokens for i in inputs], first.wild_type, record_ids, tracks=first.tracks, **options)
+        return pack_variants(
+            [i.tokens for i in inputs],
+            first.wild_type,
+            record_ids,
+            logits_from=first.logits_from,
+            alone=first.wild_type_alone,
+            tracks=first.tracks,
+        )
     places = [i.logits_at for i in inputs if i.logits_at is not None]
     chains = [chain for i in inputs for chain in (i, i.partner) if chain is not None]
     if record_ids is not None and first.partner is not None:

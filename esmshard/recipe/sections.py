@@ -214,6 +214,11 @@ class TaskSettings(Settings):
         """Whether the model reads only the wild type, once for all variants of a table."""
         return False
 
+    @property
+    def whole_steps(self) -> bool:
+        """Whether the loss compares the records of a step with each other, so that each step is one micro-batch."""
+        return False
+
     def no_probe(self) -> str | None:
         """Return why `adapt.method: probe` is impossible with these settings, or None if it is possible."""
         return f"probe is not offered by task {self.name}; choose full, lora or head"

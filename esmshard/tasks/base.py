@@ -118,13 +118,18 @@ class Task(ABC):
         """Return a record's row: the values from which metrics are computed. A row must not depend on other records.
 
         Some keys of a row have a special meaning. The report plots `profile`, the observed and the predicted values
-        along the sequence, [2, L]. A temperature is fitted to `log losses` (see `esmshard.tasks.labels`). For keys that
-        begin with `ranked `, see `metrics.ranked`.
+        along the sequence, [2, L]. For keys that begin with `ranked `, see `metrics.ranked`.
         """
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
         """Compute the metrics in `columns` from the rows. By default each metric is the mean over the rows."""
         return means(rows, self.columns)
+
+    def calibrate(self, rows: Sequence[Row]) -> dict[str, Any]:
+        """Return further facts, which `predict` needs, from the rows of all validation records. A task without these
+        facts has computed the rows.
+        """
+        return {}
 
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Convert the head's output for a record to probabilities, or to values in the labels' unit."""

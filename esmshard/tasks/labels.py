@@ -104,6 +104,9 @@ class LabelTask(Task):
     def one_of_names(self) -> bool:
         return self.settings.kind == "class"
 
+    def calibrate(self, rows: Sequence[Row]) -> dict[str, Any]:
+        return fit_temperature(rows)
+
     def learn(self, train: Examples) -> Self:
         labels, unit = train.labels, "residue" if self.per_residue else "record"
         if not len(train):

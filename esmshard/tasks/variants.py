@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from scipy.special import ndtri
 from torch import nn
 
-from esmshard.batch import Inputs, TokenBatch, batch_of, pack_variants
+from esmshard.batch import Context, Inputs, TokenBatch, batch_of, pack_variants
 from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
 from esmshard.data.variants import parse_variant
@@ -31,6 +31,7 @@ from esmshard.tasks import metrics
 from esmshard.tasks.base import Facts, LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import apply, copy_to, fit_numbers
 from esmshard.tasks.labels import LabelHead
+from esmshard.tasks.likelihood import AMINO_ACIDS, LOSSES, LikelihoodHead, fit_line, log_odds, require_lm_head
 from esmshard.tasks.marginals import log_probabilities
 from esmshard.tasks.metrics import Row
 from esmshard.vocab import RESIDUES, STANDARD, VOCAB_SIZE, decode, encode
@@ -49,7 +50,6 @@ SHORT = {"one-hot": ONE_HOT, "zero-shot": SCORE, "augmented": AUGMENTED, "embedd
 LIGHT = 10.0
 """The factor by which the baseline AUGMENTED scales the zero-shot score. The ridge penalty then hardly affects the
 score, as in Hsu et al. 2022."""
-AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()  # the tokens of the 20 amino acids
 PACKED, LONG = 4096, 64
 """The maximum number of tokens in a forward pass, and the minimum number of variants for a progress bar."""
 ZERO_SHOT = 0.1
@@ -80,35 +80,69 @@ class VariantSettings(TaskSettings):
     instead_of_crop: ClassVar[str] = "full or window"
     reads_table: ClassVar[bool] = True
 
+    head: Literal["network", "likelihood"] = "network"
+    """How a prediction is computed. `network` is a new network that reads the model's representations. `likelihood` is
+    the zero-shot score of the language model, which is fine-tuned. This head adds no parameters. It suits one target
+    with up to some hundred measurements."""
     pool: Pool = "wild_type"
-    """The input of the head. `wild_type`: the wild type's representation at each mutated residue, and the old and new
-    amino acids. One forward pass of the wild type serves all variants of a step. `sites`: as `wild_type`, and also the
-    difference between the representations of variant and wild type at each mutated residue. This needs a forward pass
-    for each variant. `difference`: only this difference. `mean`: the mean representation over all residues of the
-    variant."""
+    """The input of the head `network`. `wild_type`: the wild type's representation at each mutated residue, and the old
+    and new amino acids. One forward pass of the wild type serves all variants of a step. `sites`: as `wild_type`, and
+    also the difference between the representations of variant and wild type at each mutated residue. This needs a
+    forward pass for each variant. `difference`: only this difference. `mean`: the mean representation over all residues
+    of the variant."""
     zero_shot: bool = True
     """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of log
     p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also read
     all 20 probabilities at these residues. This needs a model with a trained LM head."""
-    loss: Literal["mse", "huber", "ranking"] = "mse"
-    """The loss of the measured values. `mse` is the squared error. With `huber`, errors above one standard deviation
-    count linearly. `ranking` uses only the order of the values."""
     hidden: int = Field(64, ge=0, le=8192)
-    """The width of the head's hidden layer. 0 makes a linear head."""
+    """The width of the hidden layer of the head `network`. 0 makes a linear head."""
     dropout: float = Field(0.1, ge=0, lt=1)
-    """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
+    """The share of the inputs of the head `network` and of its hidden layer that dropout sets to 0 in training."""
+    context: Context = "wild_type"
+    """The sequence from which the head `likelihood` predicts the changed residues. `wild_type`: one forward pass of the
+    wild type serves all variants of a step. `masked`: the variant with masks in place of its changes. `variant`: the
+    variant itself, so that its other changes count too. The last two need a forward pass for each variant."""
+    loss: Literal["mse", "huber", "ranking", "listmle"] | None = Field(None, validate_default=True)
+    """The loss of the measured values. The head `network` has `mse` (squared error, the default), `huber` (errors above
+    one standard deviation count linearly) and `ranking` (only the order of the values, by quantiles). The head
+    `likelihood` has `ranking` (all pairs of variants in a step, the default), `listmle` (the order of all variants in a
+    step) and `mse` (squared error of standardised scores)."""
+
+    @field_validator("pool", "zero_shot", "hidden", "dropout", "context")
+    @classmethod
+    def _of_its_head(cls, value: Any, info: ValidationInfo) -> Any:
+        owner = "likelihood" if info.field_name == "context" else "network"
+        head, default = info.data.get("head", owner), cls.model_fields[info.field_name or ""].default
+        if head != owner and value != default:  # the file that records a recipe has all keys
+            raise ValueError(f"is for task.head {owner}, and the recipe has {head}; remove it")
+        return value
+
+    @field_validator("loss")
+    @classmethod
+    def _loss_of_its_head(cls, loss: str | None, info: ValidationInfo) -> str | None:
+        offered = {"network": ("mse", "huber", "ranking"), "likelihood": ("ranking", "listmle", "mse")}
+        head = info.data.get("head", "network")
+        if loss is not None and loss not in offered[head]:
+            raise ValueError(f"{loss} is not offered by task.head {head}; choose {', '.join(offered[head])}")
+        return loss or offered[head][0]
 
     def no_probe(self) -> str | None:
+        if self.head == "likelihood":
+            return "probe fits a linear head, and task.head likelihood has no parameters; choose full or lora"
         return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
 
     @property
+    def whole_steps(self) -> bool:
+        return self.head == "likelihood"
+
+    @property
     def wild_type_alone(self) -> bool:
-        return self.pool == "wild_type"
+        return self.context == "wild_type" if self.head == "likelihood" else self.pool == "wild_type"
 
     def suit(self, data: DataSettings) -> DataSettings:
         """Return the data section with the defaults of the keys that only this task reads."""
-        if self.loss == "ranking" and data.transform == "log":
-            raise Clash("transform", "log has no effect on task.loss ranking, which uses ranks; remove it")
+        if self.loss in ("ranking", "listmle") and data.transform == "log":
+            raise Clash("transform", f"log has no effect on task.loss {self.loss}, which uses ranks; remove it")
         for key in ("table", "wild_type"):
             if getattr(data, key) is None:
                 raise Clash(key, "this key is required")
@@ -208,11 +242,8 @@ class VariantHead(LabelHead):
 
     def start(self, weights: Weights) -> None:
         """Refuse a model without a trained LM head if this head reads the zero-shot score."""
-        if self.reads_logits and "lm_head" in weights.unlearned:
-            raise InputError(
-                f"{weights.source}: has no trained LM head, which computes the zero-shot score; set "
-                "task.zero_shot=false, or train the LM head first (task mlm, adapt.method head)"
-            )
+        if self.reads_logits:
+            require_lm_head(weights, "set task.zero_shot=false, or ")
 
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor | None = None
@@ -251,19 +282,6 @@ class VariantHead(LabelHead):
                 parts.append(logits_MV[:, AMINO_ACIDS].float().log_softmax(-1).to(x_TD))
         change_MF = each(torch.cat(parts, 1))
         return change_MF.new_zeros(batch.n_records, change_MF.shape[1]).index_add(0, record_M, change_MF)
-
-
-def log_odds(logits_MV: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """Return the wild-type marginals of N variants, float32 [N]: log p(mutant) - log p(wild type), summed over changes.
-    Changes from or to letters other than the 20 amino acids do not count, as models hardly ever predict them.
-    """
-    assert batch.changes_4M is not None
-    record_M, letter_M, _, wild_M = batch.changes_4M
-    both_M2 = torch.stack([letter_M, batch.tokens_T[wild_M]], 1)
-    mutant, wild = logits_MV.float().gather(1, both_M2).unbind(1)  # the softmax has the same divisor in both
-    # The tokens of the 20 amino acids are successive numbers.
-    known_M = ((both_M2 >= min(AMINO_ACIDS)) & (both_M2 <= max(AMINO_ACIDS))).all(1)
-    return mutant.new_zeros(batch.n_records).index_add(0, record_M, (mutant - wild) * known_M)
 
 
 def frozen(
@@ -306,7 +324,8 @@ class VariantTask(Task):
 
     Facts: `targets` (names), `lower_is_better` (names of targets), `scales` (arguments of `Scale`) and `protein` (the
     wild type). `first` and `length` describe the part of the protein that the model reads, and `tracks`, if any, belong
-    to this part. `offset` is the number that was added to the positions of the table.
+    to this part. `offset` is the number that was added to the positions of the table. `line` has the slope and the
+    intercept that convert a score of the head `likelihood` to a standardised number.
     """
 
     Settings = VariantSettings
@@ -345,7 +364,12 @@ class VariantTask(Task):
         assert isinstance(train.labels, VariantLabels)
         labels = train.labels
         y_NT = np.stack([train.get(n).labels["target"] for n in range(len(train))]).astype(np.float64)
-        kind = "rank" if self.settings.loss == "ranking" else labels.transform
+        kind = "rank" if self.settings.loss in ("ranking", "listmle") else labels.transform
+        if self.settings.head == "likelihood" and len(labels.names) > 1:
+            raise InputError(
+                f"{train.path}: task.head likelihood learns one target, and the recipe has {len(labels.names)}; set "
+                f"data.target=[{labels.names[0]}]"
+            )
         scales = []
         for name, y_N in zip(labels.names, y_NT.T, strict=True):
             known = y_N[~np.isnan(y_N)]
@@ -366,6 +390,8 @@ class VariantTask(Task):
 
     def head(self, config: ModelConfig) -> nn.Module:
         s = self.settings
+        if s.head == "likelihood":
+            return LikelihoodHead(float(self._sign_T[0]))
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
 
     def inputs(self, example: Example) -> Inputs:
@@ -383,31 +409,47 @@ class VariantTask(Task):
         return self._with_wild_type(example, np.empty(0, np.float32))
 
     def _with_wild_type(self, example: Example, target: npt.NDArray[np.float32]) -> Inputs:
-        needed = self.settings.zero_shot or self.settings.pool != "mean"
+        s = self.settings
         return Inputs(
             example.tokens,
             target,
-            wild_type=self._tokens if needed else None,
-            wild_type_logits=self.settings.zero_shot,
-            wild_type_alone=self.settings.pool == "wild_type",
+            wild_type=self._tokens if s.zero_shot or s.pool != "mean" else None,
+            logits_from=s.context if s.zero_shot else None,
+            wild_type_alone=s.wild_type_alone,
             tracks=example.tracks or self._tracks,
         )
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         output = torch.stack(list(outputs))
         target = on_device_of(torch.stack([target_2T[0] for target_2T in targets]), output)
-        if self.settings.loss != "ranking":
-            return regression_loss(output, target, self.settings.loss)
+        kind = self.settings.loss or ""
+        if self.settings.head == "likelihood":
+            known_N = ~target[:, 0].isnan()
+            return LOSSES[kind](output[known_N, 0], target[known_N, 0])
+        if kind != "ranking":
+            return regression_loss(output, target, kind)
         known = ~target.isnan()
         return LossSum((_ordinal(output, target) * known).sum(), known.sum())
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.float32]) -> Row:
-        return metrics.number_row(self.predict(output), target[1], self.names)
+        row: Row = metrics.number_row(self.predict(output), target[1], self.names)
+        return {**row, "score": float(output[0])} if self.settings.head == "likelihood" else row
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
         return metrics.number_summary(rows, self.names)
 
+    def calibrate(self, rows: Sequence[Row]) -> dict[str, Any]:
+        if self.settings.head != "likelihood":
+            return {}
+        target_N = np.array([self._scales[0].to(float(row["target"])) for row in rows])
+        return {"line": fit_line(np.array([float(row["score"]) for row in rows]), target_N)}
+
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        if self.settings.head == "likelihood":
+            if "line" not in self.facts:  # in training, when only the order of the predictions counts
+                return output
+            slope, intercept = self.facts["line"]
+            output = slope * output + intercept
         return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=True)], dtype=np.float32)
 
     def baselines(

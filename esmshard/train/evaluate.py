@@ -14,7 +14,7 @@ from torch import nn
 
 from esmshard.checkpoint.consolidate import BASELINES
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.batching.packing import SCORED_TOKENS, assign
+from esmshard.data.batching.packing import SCORED_TOKENS, assign, undivided
 from esmshard.data.splits.leakage import ComparedRecords, hashes
 from esmshard.errors import InputError
 from esmshard.io.paths import found_place, is_hub_name, replace_json, replacing, shared_place
@@ -77,7 +77,10 @@ def validate(
     mine: list[tuple[int, Row]] = []
     sums, stopped = np.zeros(2), False
     with torch.no_grad():
-        for micro in assign(range(len(data)), data.tokens, longest, world.data_rank, world.data_size):
+        parts = assign(range(len(data)), data.tokens, longest, world.data_rank, world.data_size)
+        if task.settings.whole_steps:
+            parts = undivided(range(len(data)), world.data_rank)
+        for micro in parts:
             if stopped := bool(stop()):
                 break
             batch, targets = collate(task, [data.get(n) for n in micro.records])

@@ -92,6 +92,8 @@ def prepare(recipe: Recipe, processes: int, per_machine: int, device: torch.devi
     with torch.device("meta"):  # `adapt` raises if the model lacks a part, before any weight is read
         model = FineTuner(family_registry.build(config), task.head(config))
         model.adapt(recipe.adapt, recipe.train.seed, recipe.data.tracks or (), quantize)
+    if steps and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"adapt.method {recipe.adapt.method}: leaves nothing to train; set adapt.method=lora, or full")
     new_head(recipe, task, base)  # raises if the starting weights of the task head are missing
     return RunInputs(recipe, task, train, valid, test, base, laid_out, steps, eval_every, Path(recipe.out))
 

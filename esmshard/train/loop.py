@@ -17,7 +17,7 @@ from esmshard import planner
 from esmshard.checkpoint import manifest, sharded
 from esmshard.checkpoint.sharded import Saver
 from esmshard.data.batching.loader import digests
-from esmshard.data.batching.packing import MicroBatch, StepPlan, assign
+from esmshard.data.batching.packing import MicroBatch, StepPlan, assign, undivided
 from esmshard.devices import is_out_of_memory
 from esmshard.errors import InputError
 from esmshard.model.attention import kernel_name
@@ -34,7 +34,6 @@ from esmshard.progress import Progress, rate, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.base import collate
 from esmshard.tasks.finetuned import new_head
-from esmshard.tasks.labels import fit_temperature
 from esmshard.train import evaluate
 from esmshard.train.inputs import RunInputs, provenance, versions
 from esmshard.train.optim import adamw, schedule, set_learning_rate, state_tensors
@@ -117,7 +116,7 @@ class TrainState:
     asked: int = 0
     """The number of the signal that asks the run to stop, the same on all ranks; 0 if the run goes on."""
     calibration: Mapping[str, Any] = field(default_factory=dict)
-    """The result of `fit_temperature` for the last validation. A checkpoint stores it among the facts of the task."""
+    """The result of `Task.calibrate` for the last validation. A checkpoint stores it among the facts of the task."""
 
 
 class Training:
@@ -246,6 +245,8 @@ class Training:
         """Return the epoch of a step, its number of records on all ranks, and the micro-batches of this rank."""
         epoch, records = self.plan.step(step)
         data_rank, data_size = self.ranks.data_rank, self.ranks.data_size
+        if self.job.recipe.task.whole_steps:
+            return epoch, len(records), undivided(records.tolist(), data_rank)
         mine = assign(records, self.job.train.tokens, self.tokens_per_rank, data_rank, data_size)
         return epoch, len(records), mine
 
@@ -345,7 +346,7 @@ class Training:
         if scored is None:
             return None
         loss, rows = scored
-        metrics, state.calibration = task.summary(rows), fit_temperature(rows)
+        metrics, state.calibration = task.summary(rows), task.calibrate(rows)
         values = {metric: metrics[metric] for metric in task.columns if metric in metrics}
         self.attempt.write(step=step, split="valid", loss=loss, **values)
         headline, value = task.columns[0], metrics[task.columns[0]]

@@ -11,14 +11,30 @@ from scipy.stats import spearmanr
 from esmshard.io.paths import shipped
 
 
-def _recovered(table: Path, name: str, column: str) -> tuple[float, int]:
+def _recovered(table: Path, name: str, column: str, where: tuple[str, str] | None = None) -> tuple[float, int]:
     """Spearman of predictions with the effects that the landscape was made from, and over how many variants."""
     with open(shipped("data") / "variants" / "truth.csv", newline="") as file:
         effect = {row["mutant"]: float(row["effect"]) for row in csv.DictReader(file)}
     with open(table, newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row[column]]
+        rows = [row for row in csv.DictReader(file) if row[column] and (where is None or row[where[0]] == where[1])]
     told = [float(row[column]) for row in rows]
     return float(spearmanr(told, [effect[row[name]] for row in rows]).statistic), len(rows)
+
+
+def test_the_likelihood_of_few_variants_ranks_positions_that_were_never_seen(tmp_path: Path) -> None:
+    head, *rows = (shipped("data") / "variants" / "landscape.csv").read_text().splitlines()
+    (tmp_path / "few.csv").write_text("\n".join([head, *rows[1::15]]) + "\n")
+    options = ("data.table=few.csv", "data.folds=5", "data.fold=0", "out=run")
+    done = esmshard("finetune", "variants-few", *options, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    ranked = tmp_path / "ranked.csv"
+    done = esmshard("predict", "run", "--all-singles", "-o", ranked, cwd=tmp_path, timeout=600)
+    assert done.returncode == 0, done.stderr
+    rho, count = _recovered(ranked, "mutant", "prediction", ("sites varied in training", "no"))
+    assert count > 1000
+    assert rho > 0.5
+    scores = json.loads((tmp_path / "run" / "evaluation.json").read_text())["metrics"]
+    assert scores["one-hot ridge"]["Spearman"]["value"] is None  # it says the same of all of them, which is not 0
 
 
 @pytest.mark.slow

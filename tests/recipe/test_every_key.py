@@ -151,6 +151,11 @@ def loss(recipe: Recipe) -> float:
     return (found.sum / found.count).item()
 
 
+def read_tokens(recipe: Recipe) -> list[int]:
+    found: list[int] = examples(recipe)[0].tokens_T.tolist()
+    return found
+
+
 def base(recipe: Recipe) -> str:
     try:
         found = initial_weights(recipe)
@@ -324,6 +329,8 @@ KEYS = {
     "pair.balance": Key(loss, "1.0", (*PAIR, *CLASSES)),
     "pair.hidden": Key(head, "8", PAIR),
     "pair.dropout": Key(head, "0.3", PAIR),
+    "variant.head": Key(head, "likelihood", SCORED),
+    "variant.context": Key(read_tokens, "masked", (*SCORED, "task.head=likelihood")),
     "variant.pool": Key(head, "sites", VARIANT),
     "variant.zero_shot": Key(head, "false", SCORED),
     "variant.loss": Key(loss, "huber", VARIANT),

@@ -212,6 +212,15 @@ def _shuffled(n: int, seed: int, epoch: int) -> npt.NDArray[np.unsignedinteger[A
     return keys.astype(np.min_scalar_type(n - 1))
 
 
+def undivided(records: Sequence[int], rank: int) -> list[MicroBatch]:
+    """Return one micro-batch with all records of a step. It counts on rank 0, and the other ranks compute it too.
+
+    >>> undivided([4, 2], rank=1)
+    [MicroBatch(records=(4, 2), is_dummy=True)]
+    """
+    return [MicroBatch(tuple(records), is_dummy=rank > 0)]
+
+
 def assign(
     records: Sequence[int] | Integers,
     lengths: npt.NDArray[np.integer[Any]],

@@ -1,0 +1,135 @@
+"""The head `likelihood` of task variant: its losses by hand, its contexts, and a run on any number of ranks."""
+
+import itertools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from ranks import run_ranks
+from test_variant_task import NANO, WT, example, log_odds, logits, mutant, task, trunk  # noqa: F401
+
+from esmshard.batch import pack
+from esmshard.errors import InputError, UsageError
+from esmshard.model.families.esm2 import ESM2
+from esmshard.model.finetuner import FineTuner
+from esmshard.recipe import recipe_file
+from esmshard.tasks.base import collate
+from esmshard.tasks.likelihood import LOSSES, fit_line
+from esmshard.train.inputs import prepare
+from esmshard.vocab import MASK, encode
+
+SCORES, TARGETS = torch.tensor([0.3, -1.2, 2.0, 0.5, 0.1]), torch.tensor([1.0, 3.0, 2.0, 2.0, -1.0])
+RECIPE = """\
+task: {{name: variant, head: likelihood}}
+model: {{name: starter}}
+data: {{table: v.csv, wild_type: wt.fasta, folds: 3, fold: 0}}
+batch: {{sequences: 20, tokens_per_rank: 40}}
+optim: {{lr: 1.0e-3}}
+train: {{steps: 4, eval_every: 2}}
+parallel: {{precision: fp32}}
+out: {out}
+"""
+
+
+def test_losses_by_hand() -> None:
+    x, y = SCORES.double().numpy(), TARGETS.numpy()
+    pairs = [np.log1p(np.exp(x[j] - x[i])) for i, j in itertools.permutations(range(5), 2) if y[i] > y[j]]
+    part = LOSSES["ranking"](SCORES, TARGETS)
+    assert (float(part.sum), int(part.count)) == (pytest.approx(sum(pairs)), len(pairs))
+    # The probability that variants are drawn in this order, each among itself and the worse ones.
+    draws = [-np.log(np.exp(x[i]) / sum(np.exp(x[j]) for j in range(5) if j == i or y[j] < y[i])) for i in range(5)]
+    part = LOSSES["listmle"](SCORES, TARGETS)
+    assert (float(part.sum), int(part.count)) == (pytest.approx(sum(draws), rel=1e-5), 4), "the worst is never drawn"
+    part = LOSSES["mse"](3 * SCORES - 7, TARGETS)
+    assert float(part.sum / part.count) == pytest.approx(2 - 2 * np.corrcoef(x, y)[0, 1], rel=1e-4)
+    for loss in LOSSES.values():
+        for n in (0, 1):
+            assert int(loss(SCORES[:n], TARGETS[:n]).count) == 0, "nothing can be compared"
+        better, worse = loss(TARGETS, TARGETS), loss(-TARGETS, TARGETS)
+        assert float(better.sum) < float(worse.sum)
+
+
+def test_the_line_never_turns_the_ranking_around() -> None:
+    x = np.arange(20.0)
+    slope, intercept = fit_line(x, 3 - 2 * x)
+    assert slope > 0
+    assert slope * x.mean() + intercept == pytest.approx((3 - 2 * x).mean())
+    assert fit_line(x, np.where(x < 10, np.nan, 5 * x + 1)) == (pytest.approx(5), pytest.approx(1))
+    assert fit_line(np.ones(3), np.ones(3))[0] > 0
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_are_log_odds_in_each_context(trunk: ESM2, sign: int) -> None:  # noqa: F811
+    names = ("K2A", "WT", "M1A:T3V:L23D", "Q9C:S13W")
+    lower = ["y"] if sign < 0 else []
+
+    def scores(context: str) -> list[float]:
+        made = task(lower=lower, head="likelihood", context=context)
+        model = FineTuner(trunk, made.head(NANO)).eval()
+        assert not model.head.state_dict()
+        return np.concatenate(model.outputs([made.question(example(name)) for name in names])).tolist()
+
+    assert scores("wild_type") == pytest.approx([sign * log_odds(trunk, name) for name in names], abs=1e-4)
+    letters = encode("ACDEFGHIKLMNPQRSTVWY")[1:-1].tolist()
+    for context in ("masked", "variant"):
+        expected = []
+        for name in names:
+            tokens, wild = encode(mutant(name)), encode(WT)
+            places = np.flatnonzero(tokens != wild)
+            read = np.where(tokens != wild, MASK, tokens) if context == "masked" else tokens
+            with torch.no_grad():
+                logits_LV = trunk(pack([read.astype(np.uint8)]), logits_at=torch.arange(len(read))).logits_PV
+            assert logits_LV is not None
+            log_p = logits_LV[:, letters].log_softmax(-1)
+            column = {letter: k for k, letter in enumerate(letters)}
+            expected.append(sum(float(log_p[p, column[tokens[p]]] - log_p[p, column[wild[p]]]) for p in places))
+        assert scores(context) == pytest.approx([sign * value for value in expected], abs=1e-4)
+
+
+def write_recipe(directory: Path) -> Path:
+    """30 single substitutions of a protein of 24 residues, in a recipe with three folds."""
+    singles = [f"{WT[n]}{n + 1}{letter}" for n in range(1, len(WT)) for letter in "AW" if letter != WT[n]][:30]
+    rows = [f"{name},{n * 7 % 11},{n}" for n, name in enumerate(singles)]
+    (directory / "v.csv").write_text("\n".join(["mutant,score,other", *rows]) + "\n")
+    (directory / "wt.fasta").write_text(f">wt\n{WT}\n")
+    path = directory / "few.yaml"
+    path.write_text(RECIPE.format(out=directory / "run"))
+    return path
+
+
+def test_a_step_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
+    """Pairs of a step are complete although a micro-batch of 40 tokens would have 13 variants."""
+    path = str(write_recipe(tmp_path))
+    alone, both = (
+        run_ranks("test_dropout:train", size, tmp_path, path, [f"out={tmp_path / str(size)}"], None)[0]
+        for size in (1, 2)
+    )
+    assert np.allclose(alone, both, rtol=0, atol=1e-5)
+    assert alone[0] > alone[-1]
+
+
+def test_mistakes(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    path = write_recipe(tmp_path)
+    for changes, token in {
+        ("task.pool=sites",): "task.head network",
+        ("task.loss=huber",): "listmle",
+        ("adapt.method=probe",): "no parameters",
+        ("task.head=network", "task.loss=null", "task.context=masked"): "task.head likelihood",
+    }.items():
+        with pytest.raises(InputError, match=token):
+            recipe_file.load(path, changes)
+    monkeypatch.chdir(tmp_path)
+    for changes, token in {
+        ("adapt.method=head",): "leaves nothing to train",
+        ("data.target=[score, other]",): "learns one target",
+        ("model.name=nano", "init=random"): "no trained LM head",
+    }.items():
+        with pytest.raises((InputError, UsageError), match=token):
+            prepare(recipe_file.load(path, changes), 1, 1, torch.device("cpu"))
+    batch, targets = collate(made := task(head="likelihood"), [example("K2A", float("nan")), example("WT", 1.0)])
+    part = made.loss(FineTuner(trunk, made.head(NANO))(batch), targets)
+    assert int(part.count) == 0
