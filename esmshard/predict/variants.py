@@ -575,7 +575,7 @@ def _by_baseline(
     scale = fit_scale(np.array(values), task.facts["scales"][0]["kind"])
     facts = {"targets": [target], "scales": [asdict(scale)]}
     facts |= {"lower_is_better": [target] if target in task.facts["lower_is_better"] else []}
-    task = VariantTask(task.settings, dict(task.facts) | facts)
+    task = VariantTask(task.settings, dict(task.facts) | facts).uncalibrated()
     base = None if name == ONE_HOT else load_base(Recipe.model_validate(finetuned.about["recipe"]), task, device)
     train, examples = _examples(task, list(measured)), _examples(task, variants)
     sampled = range(0, len(train), -(-len(train) // task.baseline_records))

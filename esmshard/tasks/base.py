@@ -131,6 +131,10 @@ class Task(ABC):
         """
         return {}
 
+    def uncalibrated(self) -> Self:
+        """Return the task for the outputs of baselines, without the facts that `calibrate` fitted to the model."""
+        return self
+
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         """Convert the head's output for a record to probabilities, or to values in the labels' unit."""
         return output

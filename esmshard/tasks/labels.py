@@ -107,6 +107,9 @@ class LabelTask(Task):
     def calibrate(self, rows: Sequence[Row]) -> dict[str, Any]:
         return fit_temperature(rows)
 
+    def uncalibrated(self) -> Self:
+        return type(self)(self.settings, {**self.facts, "temperature": None})
+
     def learn(self, train: Examples) -> Self:
         labels, unit = train.labels, "residue" if self.per_residue else "record"
         if not len(train):

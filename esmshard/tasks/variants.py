@@ -444,6 +444,9 @@ class VariantTask(Task):
         target_N = np.array([self._scales[0].to(float(row["target"])) for row in rows])
         return {"line": fit_line(np.array([float(row["score"]) for row in rows]), target_N)}
 
+    def uncalibrated(self) -> Self:
+        return type(self)(self.settings, {**self.facts, "line": (1.0, 0.0)})  # baselines predict standardised numbers
+
     def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
         if self.settings.head == "likelihood":
             if "line" not in self.facts:  # in training, when only the order of the predictions counts

@@ -40,7 +40,6 @@ from esmshard.tasks.metrics import (
     ranked,
     records_with,
 )
-from esmshard.tasks.registry import new_task
 from esmshard.vocab import chain_spans
 
 R = TypeVar("R")
@@ -77,9 +76,11 @@ def validate(
     mine: list[tuple[int, Row]] = []
     sums, stopped = np.zeros(2), False
     with torch.no_grad():
-        parts = assign(range(len(data)), data.tokens, longest, world.data_rank, world.data_size)
-        if task.settings.whole_steps:
-            parts = undivided(range(len(data)), world.data_rank)
+        parts = (
+            undivided(range(len(data)), world.data_rank)
+            if task.settings.whole_steps
+            else assign(range(len(data)), data.tokens, longest, world.data_rank, world.data_size)
+        )
         for micro in parts:
             if stopped := bool(stop()):
                 break
@@ -188,15 +189,14 @@ def score_baselines(
     `known` has the arrays from `fit_baselines`. `base` is the model before fine-tuning; if it is None, baselines that
     need this model are left out. For `ranks` see `fit_baselines`.
     """
-    # The temperature was fitted to the fine-tuned model, so baselines are scored without it.
-    untempered = new_task(task.settings, {**task.facts, "temperature": None})
+    uncalibrated = task.uncalibrated()
 
     def rows(examples: Sequence[Example]) -> list[dict[str, Row]]:
         record_rows: list[dict[str, Row]] = [{} for _ in examples]
         targets = [task.inputs(example).target for example in examples]
         for name, outputs in task.baseline_outputs(examples, known, base).items():
             for rows_of, target, output in zip(record_rows, targets, outputs, strict=True):
-                rows_of[name] = untempered.score(output, target) if isinstance(output, np.ndarray) else output
+                rows_of[name] = uncalibrated.score(output, target) if isinstance(output, np.ndarray) else output
         return record_rows
 
     by_record = _of_each_record("baselines", base, task, data, ranks, rows)

@@ -233,7 +233,8 @@ class Training:
         tokens = max(longest, min(self.tokens_per_rank, -(-recipe.batch.global_tokens // self.ranks.data_size)))
         fits = self.largest_fitting()
         fewer = max(longest, min(3 * tokens // 4, fits))
-        settings = [f"batch.tokens_per_rank={fewer}"] if fits > 0 and fewer < tokens else []
+        divisible = not recipe.task.whole_steps
+        settings = [f"batch.tokens_per_rank={fewer}"] if divisible and fits > 0 and fewer < tokens else []
         if self.job.layout.activation_checkpointing != "full":
             settings.append("parallel.activation_checkpointing=full")
         fix = f"set {', or '.join(settings or ['parallel.cpu_offload=true'])}, and go on with --resume auto"

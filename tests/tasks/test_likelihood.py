@@ -19,6 +19,8 @@ from esmshard.model.finetuner import FineTuner
 from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.tasks.likelihood import LOSSES, fit_line
+from esmshard.tasks.variants import ONE_HOT, VariantSettings, VariantTask
+from esmshard.train.evaluate import score_baselines
 from esmshard.train.inputs import prepare
 from esmshard.vocab import MASK, encode
 
@@ -110,6 +112,18 @@ def test_a_step_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     )
     assert np.allclose(alone, both, rtol=0, atol=1e-5)
     assert alone[0] > alone[-1]
+
+
+def test_baselines_keep_the_unit_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The line of the likelihood converts scores, and not the standardised numbers that baselines predict."""
+    monkeypatch.chdir(tmp_path)
+    job = prepare(recipe_file.load(write_recipe(tmp_path)), 1, 1, torch.device("cpu"))
+    network = VariantTask(VariantSettings(name="variant", loss="ranking"), job.task.facts)
+    likelihood = VariantTask(job.recipe.task, {**job.task.facts, "line": [2.0, 0.5]})
+    fitted = network.baselines([job.train.get(n) for n in range(len(job.train))], None)
+    rows = [score_baselines(task, job.test, fitted, None)[ONE_HOT] for task in (network, likelihood)]
+    assert [row["prediction"] for row in rows[0]] == [row["prediction"] for row in rows[1]]
+    assert likelihood.predict(np.array([0.0], np.float32)) != network.predict(np.array([0.0], np.float32))
 
 
 def test_mistakes(trunk: ESM2, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
