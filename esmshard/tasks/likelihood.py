@@ -125,9 +125,6 @@ def fit_line(score_N: npt.NDArray[np.float64], target_N: npt.NDArray[np.float64]
 
     It is the least-squares line for a correlation of LEAST_SLOPE or more. Without two different scores and targets, the
     slope is LEAST_SLOPE, and the line goes through the means.
-
-    >>> fit_line(np.array([0.0, 2.0]), np.array([1.0, 3.0]))
-    (1.0, 1.0)
     """
     known_N = ~np.isnan(target_N)
     x_N, y_N = score_N[known_N], target_N[known_N]

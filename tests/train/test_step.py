@@ -100,7 +100,9 @@ def test_out_of_memory_in_a_step_names_a_number_that_fits() -> None:
     ):
         training = SimpleNamespace(
             job=SimpleNamespace(
-                recipe=SimpleNamespace(batch=SimpleNamespace(global_tokens=10**6)),
+                recipe=SimpleNamespace(
+                    batch=SimpleNamespace(global_tokens=10**6), task=SimpleNamespace(whole_steps=False)
+                ),
                 train=SimpleNamespace(tokens=np.array([longest])),
                 layout=SimpleNamespace(activation_checkpointing=checkpointing),
             ),
