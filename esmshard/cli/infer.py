@@ -167,14 +167,29 @@ def predict(
     all_singles: Annotated[
         bool, Option("--all-singles", help="For variants: rank all single substitutions; pass no table.")
     ] = False,
+    combine: Annotated[
+        int | None,
+        Option(min=2, max=6, metavar="K", help="For variants: rank combinations of 2 to K single substitutions."),
+    ] = None,
+    best_singles: Annotated[
+        int, Option("--from", min=2, max=100_000, metavar="F", help="For --combine: combine the F best substitutions.")
+    ] = 20,
     propose: Annotated[
         int | None, Option(min=1, max=1_000_000, metavar="N", help="For variants: choose N to measure next.")
     ] = None,
-    kappa: Annotated[float, Option(min=0, help="For --propose: standard deviations to add to a prediction.")] = 1.0,
+    acquisition: Annotated[
+        Literal["ucb", "greedy", "thompson", "ei"],
+        Option(
+            help="For --propose: maximise mean + kappa x sd, the mean, a random model, or the expected improvement."
+        ),
+    ] = "ucb",
+    kappa: Annotated[float, Option(min=0, help="For ucb: standard deviations to add to a prediction.")] = 1.0,
     diversity: Annotated[float, Option(min=0, help="For --propose: penalty for positions chosen already.")] = 0.15,
     sites: Annotated[
         str | None,
-        Option(metavar="39,40,41", help="For --propose: positions that may change, or all; by default as in training."),
+        Option(
+            metavar="39,40,41", help="For --propose, --combine: positions to change, or all; by default as in training."
+        ),
     ] = None,
     baseline: Annotated[
         str | None,
@@ -198,24 +213,28 @@ def predict(
     if out is None:
         raise UsageError("-o: name the file to write")
     if variants.models_of(model):
-        if (data is not None and all_singles) or (data is None and not all_singles and not propose):
-            raise UsageError("a model of variants needs either a table, --all-singles or --propose; pass one of them")
+        sources = [data is not None, all_singles, combine is not None].count(True)
+        if sources > 1 or (sources == 0 and not propose):
+            raise UsageError(
+                "a model of variants needs either a table, --combine, --all-singles or --propose; pass one of them"
+            )
         if png or strict or complexes:
             raise UsageError("--png, --strict and --complexes are for proteins, not for variants; leave them out")
         if tracks:
             raise UsageError("--track: a model of variants already has the tracks of its wild type; leave --track out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
-        how |= {"all_singles": all_singles}
+        how |= {"all_singles": all_singles, "combine": combine, "best_singles": best_singles}
+        how |= {"acquisition": acquisition}
         print(f"{out}: {counted(variants.rank(model, data, out, **how), 'row')}")
         return
 
     from esmshard.predict import heads
 
-    if all_singles or propose or mutant or sites or baseline or offset is not None:
+    if all_singles or combine or propose or mutant or sites or baseline or offset is not None:
         raise UsageError(
-            "--all-singles, --propose, --sites, --with, --mutant and --offset are for models of variants, but "
-            f"{model} was trained for another task; leave them out"
+            "--all-singles, --combine, --propose, --sites, --with, --mutant and --offset are for models of variants, "
+            f"but {model} was trained for another task; leave them out"
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")

@@ -21,7 +21,7 @@ from esmshard.io.paths import read_json, replace_json, without_directories
 from esmshard.io.tables import Table, counted, first_three
 from esmshard.io.writers import TableWriter, check, facts_file, text
 from esmshard.predict import heads, proposals
-from esmshard.predict.proposals import DIVERSITY, KAPPA
+from esmshard.predict.proposals import DIVERSITY, FROM, KAPPA, Acquisition
 from esmshard.progress import Progress, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuned import FineTuned, load_base, load_finetuned
@@ -255,9 +255,12 @@ def rank(
     mutant: str | None = None,
     offset: int | None = None,
     propose: int | None = None,
+    acquisition: Acquisition = "ucb",
     kappa: float = KAPPA,
     diversity: float = DIVERSITY,
     sites: str | None = None,
+    combine: int | None = None,
+    best_singles: int = FROM,
     baseline: str | None = None,
     all_singles: bool = True,
     device: DeviceName = None,
@@ -278,12 +281,16 @@ def rank(
         mutant: the column with the mutations.
         offset: a number to add to the positions of `table`; by default the offset of the run's table.
         propose: how many variants to propose. `proposals.choose` chooses them among variants that were not measured.
-        kappa: the weight of the uncertainty; see `proposals.choose`.
+        acquisition: what proposals maximise; see `proposals.choose`.
+        kappa: the weight of the uncertainty, for acquisition `ucb`.
         diversity: the cost of shared traits; see `proposals.choose`.
-        sites: the sites that proposals may change: positions in the numbering of the table, divided by commas, or
-            `all`; by default the sites at which measured or training variants differ from the wild type.
+        sites: the sites that proposals and combinations may change: positions in the numbering of the table, divided
+            by commas, or `all`; by default the sites at which measured or training variants differ from the wild type.
+        combine: without a table, rank combinations of 2 to this number of single substitutions.
+        best_singles: how many single substitutions are combined: those with the best predictions, measured or not.
         baseline: rank by this baseline (a short name in SHORT, or a full name), fitted to measured variants.
-        all_singles: without a table, rank all single substitutions; if False, the variants of `proposals.candidates`.
+        all_singles: without a table and `combine`, rank all single substitutions; if False, the variants of
+            `proposals.candidates`.
         device: the name of the device; see `chosen_device`.
         overwrite: replace `out`.
 
@@ -291,12 +298,19 @@ def rank(
         InputError: the run or the table cannot be used, or the table does not fit the numbering of the wild type.
         UsageError: two arguments contradict each other, or the files to write exist already.
     """
-    if out.suffix != ".csv":
-        raise UsageError(f"{out}: the ranking is written as CSV; give a name that ends in .csv")
-    if table is None and offset is not None:
-        raise UsageError("--offset is added to the positions of a table; pass a table, or remove --offset")
-    if sites is not None and propose is None:
-        raise UsageError("--sites names the sites that proposals may change; pass --propose N as well")
+    for is_wrong, sentence in (
+        (out.suffix != ".csv", f"{out}: the ranking is written as CSV; give a name that ends in .csv"),
+        (table is None and offset is not None, "--offset is added to the positions of a table; pass a table too"),
+        (
+            sites and not propose and not combine,
+            "--sites is for proposals and combinations; pass --propose or --combine",
+        ),
+        (acquisition != "ucb" and not propose, f"--acquisition {acquisition} chooses proposals; pass --propose N too"),
+        (acquisition != "ucb" and kappa != KAPPA, f"--kappa has no effect on --acquisition {acquisition}; remove it"),
+        (best_singles != FROM and not combine, "--from is the number of substitutions to combine; pass --combine too"),
+    ):
+        if is_wrong:
+            raise UsageError(sentence)
     if baseline is not None and baseline not in (*SHORT, *SHORT.values()):
         raise UsageError(f"--with {baseline}: choose one of {', '.join(SHORT)}")
     method = None if baseline is None else SHORT.get(baseline, baseline)
@@ -305,44 +319,63 @@ def rank(
     models = [load_finetuned(str(model), device) for model in paths]
     if len({(model.task.facts["protein"], model.task.names) for model in models}) != 1:
         raise InputError(f"{run}: its models have different proteins or targets; repeat the finetune command")
-    if propose is not None and len(models) < 2 and method is None:
-        raise UsageError(f"--propose needs several models, and {run} has one; pass the run of a cross-validation")
     task = models[0].task
     assert isinstance(task, VariantTask)
+    of_one = ("greedy",) if method is None else ("greedy", "ucb")  # what a model without uncertainty can do
+    if propose is not None and acquisition not in of_one and (method or len(models) == 1):
+        raise UsageError(
+            f"--propose with --acquisition {acquisition} needs several models, and {method or run} is one; pass the "
+            f"run of a cross-validation{', without --with' if method else ''}, or --acquisition greedy"
+        )
     known = read_known(Path(run), paths, task.names, method or "predicted")
+    # Without a forward pass for each variant, the effects of mutations add up; see `VariantHead` and `log_odds`.
+    few_passes = additive = task.settings.wild_type_alone if method is None else method != FROZEN
     if table is not None:
         rows = _of_table(task, known, table, mutant, offset)
-    elif all_singles:
-        rows = _of_protein(task, known, single_substitutions(task.facts["protein"]))
+    elif all_singles or combine is not None:
+        allowed = _allowed(task, known, sites if combine else "all", int(task.facts["offset"]))
+        singles = single_substitutions(task.facts["protein"])
+        rows = _of_protein(task, known, [single for single in singles if single[0].position in allowed])
     else:
-        rows = _of_candidates(task, known, sites, method)
+        rows = _of_candidates(task, known, sites, proposals.MOST if few_passes else proposals.MOST_PASSES)
     for notice in rows.notices:
         say(notice)
-    if method is None:
-        values_MNT = np.stack([predictions(model, [*rows.mutations, ()]) for model in models])
-    else:
-        values_MNT = _by_baseline(method, models[0], known, [*rows.mutations, ()], device)[None, :, None]
+    predict = _by_models(models) if method is None else _by_baseline(method, models[0], known, device)
+    values_MNT, target = predict([*rows.mutations, ()]), task.names[0]
     values_MNT, wild_type = values_MNT[:, :-1], float(values_MNT[:, -1, 0].mean())
-    mean_N, target = np.asarray(values_MNT.mean(0)[:, 0], np.float64), task.names[0]
     sign = -1.0 if target in task.facts["lower_is_better"] else 1.0
+    combined: dict[str, Any] | None = None
+    if combine is not None:
+        best = np.argsort(-sign * values_MNT.mean(0)[:, 0], kind="stable")[:best_singles]
+        parts = [rows.mutations[n][0] for n in best]
+        most = proposals.MOST_COMBINED if few_passes else proposals.MOST_PASSES
+        combinations, values_MNT, combined, notice = proposals.combinations(parts, combine, most, predict, sign)
+        rows = replace(_of_protein(task, known, combinations), notices=[*rows.notices, notice])
+        say(notice)
+    mean_N = np.asarray(values_MNT.mean(0)[:, 0], np.float64)
     order: list[int] = np.argsort(-sign * mean_N, kind="stable").tolist()
     rank_of = {n: str(place) for place, n in enumerate(order, 1)}
     limits, interval, coverage = interval_of(known)
     facts: dict[str, Any] = {"run": run, "models": len(models), "target": target, "lower_is_better": sign < 0}
     facts |= {"table": None if table is None else str(table), "offset": rows.offset, "verdict": known.verdict}
     facts |= {"device": str(models[0].model.device), "ranked_by": method or "fine-tuned models", "interval": interval}
+    facts |= {"additive": additive, "combined": combined}
     facts["wild_type"] = {"measured": float(known.measured.get(name_of(()), "nan")), "predicted": wild_type}
     not_ranked, messages = sorted(rows.left_out) if propose is None else [], list[str]()
     if propose is not None:
         allowed = _allowed(task, known, sites, rows.offset)
         free = _proposable(known, rows, propose, allowed)
         free_variants = [rows.mutations[n] for n in free]
-        chosen = proposals.choose(sign * values_MNT[:, free, 0], free_variants, propose, kappa, diversity)
-        order = [free[k] for k in chosen]
-        facts["proposed"] = {"count": propose, "kappa": kappa, "diversity": diversity, "candidates": len(free)}
+        deviation_MN = None  # the standard deviations of each model's predictions [M, len(free)]; no head has them
+        best_measured = max((sign * float(value) for value in known.measured.values()), default=np.inf)
+        values_MN = sign * values_MNT[:, free, 0]
+        how = (kappa, diversity, acquisition, deviation_MN, best_measured)
+        order = [free[k] for k in proposals.choose(values_MN, free_variants, propose, *how)]
+        facts["proposed"] = {"count": propose, "acquisition": acquisition, "kappa": kappa, "diversity": diversity}
+        facts["proposed"]["candidates"] = len(free)
         facts["proposed"]["sites"] = [place + 1 - rows.offset for place in sorted(allowed)]
         messages = [f"how far to trust these proposals: {known.verdict or f'not known, as there is no {SUMMARY}'}"]
-        if method is not None:
+        if method is not None and acquisition == "ucb":
             messages.append(f"these proposals are by {method}, which is one model, so --kappa has no effect")
     elif rows.table is not None and target in rows.columns:
         names = [name_of(variant) for variant in rows.mutations]
@@ -356,6 +389,11 @@ def rank(
     facts |= {"rows": len(places), "ranked": len(order), "notices": rows.notices}
     write_table(out, {name: [cells[row] for row in places] for name, cells in rows.columns.items()}, new, facts)
     messages.append(coverage)
+    if additive and any(len(variant) > 1 for variant in variants):
+        messages.append(
+            f"{method or 'the model'} adds the effects of mutations, so it knows no epistasis: the best combinations "
+            "are those of the best single substitutions"
+        )
     if method is None and (short := better_baseline(_summary(Path(run)))):
         messages.append(
             f"{SHORT[short]} was better than the fine-tuned models on the test folds: add --with {short} to rank by it"
@@ -406,11 +444,9 @@ def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, o
     return rows
 
 
-def _of_candidates(task: VariantTask, known: Known, sites: str | None, method: str | None) -> VariantRows:
+def _of_candidates(task: VariantTask, known: Known, sites: str | None, most: int) -> VariantRows:
     if sites == "all" and is_library(known.variants):
         raise UsageError("--sites all: too many combinations; pass a few sites, as 39,40,41, or add --all-singles")
-    passes = method == FROZEN or (method is None and task.settings.pool != "wild_type")
-    most = proposals.MOST_PASSES if passes else proposals.MOST
     allowed = _allowed(task, known, sites, int(task.facts["offset"]))
     variants, notice = proposals.candidates(task.facts["protein"], allowed, known.variants, most)
     rows = _of_protein(task, known, variants)
@@ -486,7 +522,7 @@ def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection
     if len(free) < count:
         raise UsageError(
             f"--propose {count}: only {len(free):,} of the variants at these sites have not been measured; pass "
-            f"--propose {len(free)} at most, other variants, or --sites all"
+            f"--propose {len(free)} at most, more sites to --sites, a longer table, or a higher --from with --combine"
         )
     if len(free) < len(new):
         say(f"not proposed: {counted(len(new) - len(free), 'variant')} at other sites; --sites allows other sites")
@@ -555,11 +591,18 @@ def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArr
     return np.stack(values)
 
 
+def _by_models(models: Sequence[FineTuned]) -> Callable[[Sequence[Variant]], npt.NDArray[np.float32]]:
+    """Return a function that predicts T targets of N variants with M models, float32 [M, N, T]."""
+    return lambda variants: np.stack([predictions(model, variants) for model in models])
+
+
 def _by_baseline(
-    name: str, finetuned: FineTuned, known: Known, variants: Sequence[Variant], device: DeviceName
-) -> npt.NDArray[np.float32]:
-    """Return the predictions of N variants by a baseline, float32 [N]. `finetuned` is any model of the run. The
-    baseline is fitted to at most `VariantTask.baseline_records` measured variants, as in the cross-validation.
+    name: str, finetuned: FineTuned, known: Known, device: DeviceName
+) -> Callable[[Sequence[Variant]], npt.NDArray[np.float32]]:
+    """Fit a baseline, and return a function that predicts the first target of N variants, float32 [1, N, 1].
+
+    `finetuned` is any model of the run. The baseline is fitted to at most `VariantTask.baseline_records` measured
+    variants, as in the cross-validation.
     """
     task, target = finetuned.task, finetuned.task.names[0]
     assert isinstance(task, VariantTask)
@@ -577,18 +620,22 @@ def _by_baseline(
     facts |= {"lower_is_better": [target] if target in task.facts["lower_is_better"] else []}
     task = VariantTask(task.settings, dict(task.facts) | facts).uncalibrated()
     base = None if name == ONE_HOT else load_base(Recipe.model_validate(finetuned.about["recipe"]), task, device)
-    train, examples = _examples(task, list(measured)), _examples(task, variants)
+    train = _examples(task, list(measured))
     sampled = range(0, len(train), -(-len(train) // task.baseline_records))
     labelled = [replace(train.get(n), labels={"target": np.array([values[n]], np.float32)}) for n in sampled]
     fitted = task.baselines(labelled, base, name)
-    predicted = list[np.float32]()
-    with Progress("predict", len(examples)) as progress:
-        for first in range(0, len(examples), 1000):
-            part = [examples.get(n) for n in range(first, min(first + 1000, len(examples)))]
-            outputs = task.baseline_outputs(part, fitted, base)[name]
-            predicted += [task.predict(np.asarray(output))[0] for output in outputs]
-            progress.update(first + len(part), "variants")
-    return np.array(predicted, np.float32)
+
+    def predict(variants: Sequence[Variant]) -> npt.NDArray[np.float32]:
+        predicted, examples = list[np.float32](), _examples(task, variants)
+        with Progress("predict", len(examples)) as progress:
+            for first in range(0, len(examples), 1000):
+                part = [examples.get(n) for n in range(first, min(first + 1000, len(examples)))]
+                outputs = task.baseline_outputs(part, fitted, base)[name]
+                predicted += [task.predict(np.asarray(output))[0] for output in outputs]
+                progress.update(first + len(part), "variants")
+        return np.array(predicted, np.float32)[None, :, None]
+
+    return predict
 
 
 def _examples(task: VariantTask, variants: Sequence[Variant]) -> Examples:

@@ -152,12 +152,39 @@ def test_a_batch_to_measure_next(made: tuple[Path, str, list[str]]) -> None:
     assert json.loads((directory / "run" / "summary.json").read_text())["verdict"] in done.stderr
 
 
+def test_combinations_to_measure_next(made: tuple[Path, str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+    directory, files = made[0], list[bytes]()
+    sites = f"{25 + SHIFT},{121 + SHIFT},{124 + SHIFT}"
+    given = ("--combine", "3", "--from", "30", "--propose", "10", "--acquisition", "thompson", "--sites", sites)
+    for name in ("a.csv", "b.csv"):
+        done = in_process("predict", "run", *given, "-o", name, cwd=directory)
+        assert done.returncode == 0, done.stderr
+        files.append((directory / name).read_bytes())
+    assert files[0] == files[1], "random choices have a seed"
+    told = json.loads((directory / "a.csv.json").read_text())
+    assert (told["combined"]["search"], len(told["combined"]["singles"])) == ("exhaustive", 30)
+    variants = [[int(part[1:-1]) for part in row["mutant"].split(":")] for row in table_of(directory / "a.csv")]
+    assert len(variants) == 10
+    assert all(len({*places}) == len(places) >= 2 and {*places} <= {25, 121, 124} for places in variants)
+    monkeypatch.setattr("esmshard.predict.proposals.MOST_PASSES", 100)
+    given = ("--combine", "4", "--from", "10", "--with", "embedding", "-o", "c.csv")
+    done = in_process("predict", "run", *given, cwd=directory)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((directory / "c.csv.json").read_text())
+    assert told["combined"]["search"] == "beam"
+    assert told["rows"] == told["combined"]["predicted"] <= 100 < told["combined"]["combinations"]
+    assert not told["additive"]
+    assert "epistasis" not in done.stderr
+
+
 def test_mistakes_are_one_sentence(made: tuple[Path, str, list[str]]) -> None:
     table = ("finetune", "variants", "data.table=messy.csv")
     for arguments, token in (
         ((*table, "data.wild_type=no.fasta", *SMALL), "no.fasta"),
         ((*table, "data.wild_type=wt.fasta", "data.offset=5", *SMALL), "set data.offset=-23"),
         (("predict", "run", "-o", "x.csv"), "--all-singles or --propose"),
+        (("predict", "run", "--combine", "2", "--all-singles", "-o", "x.csv"), "pass one of them"),
+        (("predict", "run", "--combine", "4", "--from", "200", "-o", "x.csv"), "a lower --combine"),
         (("evaluate", "run/seed-0-fold-0/model", "messy.csv", "-o", "e"), "predict MODEL TABLE"),
     ):
         done = in_process(*arguments, cwd=made[0])

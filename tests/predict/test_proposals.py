@@ -1,11 +1,18 @@
 """Batches of variants to measure next: candidates, uncertainty, and what a shared position or residue costs."""
 
 import itertools
+from typing import Any
 
 import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.stats import norm
 
 from esmshard.data.variants import Mutation, parse_variant
-from esmshard.predict.proposals import candidates, choose
+from esmshard.errors import UsageError
+from esmshard.predict.proposals import candidates, choose, combinations, count_combinations, log_improvement
 
 PROTEIN = "MKTAYIAKQRQISFVKSHFSRQLEERLGLIEVQ"
 
@@ -76,3 +83,91 @@ def test_all_combinations_of_three_sites_and_a_part_of_more() -> None:
         assert (len(set(variants)), len(variants), text in about) == (most, most, True)
     singles, _ = candidates(PROTEIN, sites, [one for one in library if len(one) < 2], 10)
     assert len(singles) == 3 * 19, "without combinations in the table, none are candidates"
+
+
+def parts_of(sites: list[int]) -> list[Mutation]:
+    """Different substitutions, one for each given site, which may come again."""
+    return [Mutation(n, PROTEIN[n], "ACDEFGHIKLNPQ"[k]) for k, n in enumerate(sites)]
+
+
+class Additive:
+    """Two models, which agree on the sum of random effects of the changes."""
+
+    def __init__(self, parts: list[Mutation]) -> None:
+        self.effect_of = dict(zip(parts, np.random.default_rng(0).normal(size=len(parts)).tolist(), strict=True))
+
+    def __call__(self, variants: list[tuple[Mutation, ...]]) -> np.ndarray:
+        sums = [sum(self.effect_of[mutation] for mutation in variant) for variant in variants]
+        return np.array([sums, sums], np.float32)[:, :, None]
+
+
+few_sites = st.lists(st.integers(0, 6), min_size=2, max_size=9).filter(lambda sites: len({*sites}) > 1)
+
+
+@settings(max_examples=60, deadline=None)
+@given(few_sites, st.integers(2, 4), st.sampled_from([1.0, -1.0]))
+def test_combinations_are_all_that_can_be_made(sites: list[int], size: int, sign: float) -> None:
+    parts = parts_of(sites)
+    model = Additive(parts)
+    parts.sort(key=lambda part: -sign * model.effect_of[part])
+    every = {
+        tuple(sorted(members))
+        for k in range(2, size + 1)
+        for members in itertools.combinations(parts, k)
+        if len({mutation.position for mutation in members}) == k
+    }
+    assert count_combinations(parts, size) == len(every)
+    variants, values_MNT, about, _ = combinations(parts, size, 1000, model, sign)
+    assert (len(variants), {*variants}, about["search"]) == (len(every), every, "exhaustive")
+    # A beam predicts fewer, at different sites all the same, and loses nothing where effects add up.
+    most = max(len(parts) * (size - 1), len(every) - 1)
+    if most < len(every):
+        beam, beam_MNT, about, _ = combinations(parts, size, most, model, sign)
+        assert len(beam) == len({*beam}) == about["predicted"] <= most
+        assert {*beam} <= every
+        assert (beam_MNT == model(beam)).all()
+        assert (sign * beam_MNT).max() == pytest.approx((sign * values_MNT).max())
+
+
+def test_requests_that_are_too_large_or_too_small() -> None:
+    many = [Mutation(n, "A", "C") for n in range(300)]
+    with pytest.raises(UsageError, match="--from 181 "):
+        combinations(many, 3, 10, Additive(many), 1.0)
+    assert count_combinations(many[:181], 3) <= 1_000_000 < count_combinations(many[:182], 3)
+    with pytest.raises(UsageError, match="1 site;"):
+        combinations(parts_of([3, 3, 3]), 2, 10, Additive([]), 1.0)
+
+
+def test_the_logarithm_of_the_expected_improvement() -> None:
+    for gain, sd in ((0.3, 0.5), (-2.0, 0.7), (4.0, 0.1)):
+        integral = quad(lambda x, *of: x * norm.pdf(x, *of), 0, gain + 12 * sd, args=(gain, sd))[0]
+        assert log_improvement(np.array([gain]), np.array([sd]))[0] == pytest.approx(np.log(integral), rel=1e-6)
+    gain_N = -np.geomspace(1, 1e4, 50)  # 1e4 deviations below, where a float is zero
+    far_N = log_improvement(gain_N, np.ones(50))
+    assert np.isfinite(far_N).all()
+    assert (np.diff(far_N) < 0).all()
+    assert log_improvement(np.array([-50.0]), np.ones(1))[0] == pytest.approx(-1258.744183, abs=2e-3)  # of mpmath
+    assert np.isfinite(log_improvement(np.zeros(3), np.zeros(3))).all()
+
+
+@pytest.mark.parametrize("by_models", [True, False])
+def test_uncertain_variants_are_chosen(by_models: bool) -> None:
+    """Of equal means, the second half of the variants is uncertain: models disagree, or have a deviation."""
+    sd_N = np.repeat([0.01, 1.0], 20)
+    noise_MN = np.random.default_rng(0).normal(size=(4, 40))
+    values_MN = np.zeros((4, 40)) if not by_models else sd_N * (noise_MN - noise_MN.mean(0))
+    given: dict[str, Any] = {"diversity": 0.0, "deviation_MN": None if by_models else np.tile(sd_N, (4, 1))}
+    for acquisition in ("ucb", "thompson", "ei"):
+        chosen = choose(values_MN, [()] * 40, 8, acquisition=acquisition, **given, best_measured=0.5)
+        assert min(chosen) >= 20, acquisition
+        assert chosen == choose(values_MN, [()] * 40, 8, acquisition=acquisition, **given, best_measured=0.5)
+    values_MN += np.linspace(1, 0, 40)
+    assert choose(values_MN, [()] * 40, 8, acquisition="greedy", **given) == [*range(8)]
+
+
+def test_a_posterior_sample_is_the_best_of_one_model() -> None:
+    values_MN = np.eye(5) + np.linspace(0, 0.1, 5)[:, None]
+    chosen = choose(values_MN, [()] * 5, 5, diversity=0, acquisition="thompson")
+    assert sorted(chosen) == [*range(5)]
+    first = [choose(values_MN, [()] * 5, 1, diversity=0, acquisition=a)[0] for a in ("thompson", "ei")]
+    assert first[0] == int(np.random.default_rng(0).integers(5))

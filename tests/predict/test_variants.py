@@ -362,6 +362,43 @@ def test_proposals_were_not_measured_and_stay_at_varied_sites(runs: Path, capsys
         ranked(runs / "library", propose=2, sites="25")
 
 
+def test_combinations_of_good_singles(runs: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    for run, sign in (("shifted", 1), ("lower", -1)):
+        sites = "" if run == "lower" else f"{5 - AHEAD},{7 - AHEAD},{8 - AHEAD}"  # of the table
+        rows, told = ranked(runs / run, combine=3, best_singles=12, sites=sites or None)
+        assert "no epistasis" in capsys.readouterr().err
+        variants = [parse_variant(row["mutant"]) for row in rows]
+        assert {len({m.position for m in variant}) for variant in variants} == {*map(len, variants)} <= {2, 3}
+        assert told["additive"]
+        singles = ranked(runs / run)[0]
+        allowed = [row["mutant"] for row in singles if not sites or int(row["mutant"][1:-1]) in (5, 7, 8)]
+        assert told["combined"]["singles"] == allowed[:12]
+        assert {str(m) for variant in variants for m in variant} == {*allowed[:12]}
+        assert told["combined"]["combinations"] == len(rows) == len({*variants})
+        effect_of = dict(zip((row["mutant"] for row in singles), numbers(singles, "prediction"), strict=True))
+        base = told["wild_type"]["predicted"]
+        sums = [base + sum(effect_of[str(m)] - base for m in variant) for variant in variants]
+        assert numbers(rows, "prediction") == pytest.approx(sums, abs=1e-2)
+        assert numbers(rows, "prediction") == sorted(numbers(rows, "prediction"), reverse=sign > 0)
+    monkeypatch.setattr("esmshard.predict.proposals.MOST_PASSES", 20)
+    given = {"combine": 3, "best_singles": 12, "baseline": "one-hot", "sites": "5,7,16"}
+    rows, told = ranked(runs / "library", propose=9, acquisition="greedy", diversity=0, **given)
+    assert told["combined"]["search"] == "exhaustive", "no pass is needed"
+    measured = {row["variant"] for row in read_csv(runs / "library" / "variants.csv")}
+    assert not {row["mutant"] for row in rows} & measured
+    assert told["proposed"]["acquisition"] == "greedy"
+    assert numbers(rows, "prediction") == sorted(numbers(rows, "prediction"), reverse=True)
+    for token, given in (
+        ("--from is", {"best_singles": 3}),
+        ("--acquisition ei chooses", {"acquisition": "ei"}),
+        ("--kappa", {"acquisition": "ei", "propose": 3, "kappa": 2.0}),
+        ("one-hot ridge is one", {"acquisition": "thompson", "propose": 3, "baseline": "one-hot"}),
+        ("only 92 of", {"combine": 3, "best_singles": 12, "propose": 99, "sites": "5,7,8"}),
+    ):
+        with pytest.raises(UsageError, match=token):
+            ranked(runs / "plain", **given)
+
+
 def test_proposals_of_a_table_keep_their_ranks(runs: Path) -> None:
     """Less is better; the run's columns have a prefix, as the table has one of their names; a variant has two rows."""
     (path := runs / "lower" / "variants.csv").write_text(
