@@ -297,9 +297,15 @@ def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
             to_do = _checked(recipe, resolved, overrides, options, [*runs, *curve])
             if options.dry_run:
                 return Path(resolved.out)
-            if processes == 1 and not options.max_restarts and not runs:
-                _run_here(resolved, options)
-                return Path(resolved.out)
+            if processes == 1 and not options.max_restarts:
+                # All runs in this process: packages are imported once, and outputs of the frozen model are kept.
+                of_run = replace(options, report=options.report and not of_table)
+                for n, run in enumerate(to_do):
+                    if run.overrides:
+                        say(" ".join(run.overrides))
+                    with launch.environment({NOTICES_PRINTED: "1"} if n else {}):
+                        _run_here(recipe_file.load(recipe_file.resolve(recipe), [*overrides, *run.overrides]), of_run)
+                to_do = []
         flags = options.flags(report=options.report and not of_table)
         for n, run in enumerate(to_do):  # `launch.run_local` handles signals.
             if run.overrides:

@@ -47,6 +47,8 @@ class FineTuner(nn.Module):
         self.remembered: defaultdict[str, dict[Any, Any]] = defaultdict(dict)
         """Outputs of a frozen model that a task saves for later calls, by a name and a key of the task's choice. Before
         `Task.baselines` is called, the first rank also gets the outputs that other ranks have saved."""
+        self.origin: str | None = None
+        """A hash of the weights files of a frozen model; None if they are not known, or if the model is trained."""
 
     @property
     def layers(self) -> nn.ModuleList:

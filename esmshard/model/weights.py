@@ -60,6 +60,12 @@ class Weights:
         """The model parts (`lm_head`, `contact_head`) whose values are random."""
         return self.absent if self.seed is None else ("lm_head", "contact_head")
 
+    @property
+    def origin(self) -> str:
+        """A text that differs for other weights: the hashes of the files, or the shape and the seed of new weights."""
+        files = [remembered_sha256(file) for file in self.files]
+        return f"{self.source} {self.config} {self.seed} {self.made} {' '.join(files)}"
+
     def lacking(self, *parts: str) -> list[str]:
         """Return a warning for each model part in `parts` that the files lack."""
         return [f"{self.source}: has no {part}; its output is random" for part in self.absent if part in parts]

@@ -270,6 +270,7 @@ def predictions(
     tokens_N: npt.NDArray[np.integer[Any]],
     question: Callable[[int], Inputs],
     least: int | None = None,
+    convert: Callable[[Array], Array] | None = None,
 ) -> Iterator[Array | str]:
     """Yield the prediction for each record in order, or the reason why the prediction failed.
 
@@ -278,9 +279,10 @@ def predictions(
         tokens_N: the number of tokens of each record.
         question: a function that returns the model's input for the index of a record (see `Task.question`).
         least: each batch may have at least this many tokens, even if CPU cores share TOKENS; by default LEAST.
+        convert: the function that converts the head's output for a record; by default `Task.predict`.
     """
     task, device, limit = finetuned.task, finetuned.model.device, finetuned.model.trunk.config.most_tokens
-    pairs = not task.names
+    pairs, convert = not task.names, convert or task.predict
     most = GPU_TOKENS if device.type == "cuda" and not pairs else TOKENS
     if not pairs:  # Maps need much memory, so all cores compute one batch of maps together.
         most = max(most // packs_at_once(device), least or LEAST)
@@ -290,7 +292,7 @@ def predictions(
     def values(inputs: Sequence[Inputs]) -> list[Array] | str:
         try:
             outputs = zip(finetuned.model.outputs(inputs), inputs, strict=True)
-            return [of_residues(task, task.predict(output), record.tokens[1:-1]) for output, record in outputs]
+            return [of_residues(task, convert(output), record.tokens[1:-1]) for output, record in outputs]
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise

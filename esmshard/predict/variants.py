@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtri
 
 from esmshard.data.batching.loader import SEEN as SEEN_FILE
 from esmshard.data.batching.loader import Examples
@@ -25,7 +26,7 @@ from esmshard.predict.proposals import DIVERSITY, FROM, KAPPA, Acquisition
 from esmshard.progress import Progress, say
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuned import FineTuned, load_base, load_finetuned
-from esmshard.tasks.metrics import LEAST, Interval, variant_spearman
+from esmshard.tasks.metrics import LEAST, PREDICTIVE, Interval, coverage, variant_spearman
 from esmshard.tasks.registry import traits
 from esmshard.tasks.variants import FROZEN, ONE_HOT, SHORT, VariantTask, fit_scale
 from esmshard.vocab import STANDARD
@@ -150,6 +151,8 @@ class Known:
     out_of_fold: Mapping[str, Sequence[float]]
     """For each variant, the predictions of T targets by models that were not trained on the variant."""
     fold: Mapping[str, int]  # the fold in which each variant of `out_of_fold` was tested
+    deviation: Mapping[str, float]
+    """For the head `gp`: the standard deviations that were expected of measurements out of fold, by variant."""
     seen: frozenset[str] | None
     """The variants that were used to train or select at least one model; None if a model has no list of them."""
     verdict: str | None
@@ -205,6 +208,7 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
         {row["variant"]: row["measured"] for row in rows if row["measured"]},
         {row["variant"]: [float(row[column] or "nan") for column in columns] for row in tested},
         {row["variant"]: int(row["fold"]) for row in tested if row["fold"]},
+        {row["variant"]: float(row[PREDICTIVE]) for row in tested if row.get(PREDICTIVE)},
         trained_on,
         _summary(run).get("verdict"),
     )
@@ -322,7 +326,9 @@ def rank(
     task = models[0].task
     assert isinstance(task, VariantTask)
     of_one = ("greedy",) if method is None else ("greedy", "ucb")  # what a model without uncertainty can do
-    if propose is not None and acquisition not in of_one and (method or len(models) == 1):
+    has_deviations = method is None and task.settings.head == "gp"
+    is_sure = method or (len(models) == 1 and not has_deviations)
+    if propose is not None and acquisition not in of_one and is_sure:
         raise UsageError(
             f"--propose with --acquisition {acquisition} needs several models, and {method or run} is one; pass the "
             f"run of a cross-validation{', without --with' if method else ''}, or --acquisition greedy"
@@ -352,10 +358,14 @@ def rank(
         combinations, values_MNT, combined, notice = proposals.combinations(parts, combine, most, predict, sign)
         rows = replace(_of_protein(task, known, combinations), notices=[*rows.notices, notice])
         say(notice)
+    deviation_MN, sd_N = None, None
+    if has_deviations:  # of the mean, and of a measurement
+        deviation_MN, measurement_MN, values_MNT = values_MNT[..., 1], values_MNT[..., 2], values_MNT[..., :1]
+        sd_N = np.sqrt((measurement_MN**2).mean(0) + values_MNT[..., 0].var(0)).astype(np.float64)
     mean_N = np.asarray(values_MNT.mean(0)[:, 0], np.float64)
     order: list[int] = np.argsort(-sign * mean_N, kind="stable").tolist()
     rank_of = {n: str(place) for place, n in enumerate(order, 1)}
-    limits, interval, coverage = interval_of(known)
+    limits, interval, coverage = interval_of(known, sd_N)
     facts: dict[str, Any] = {"run": run, "models": len(models), "target": target, "lower_is_better": sign < 0}
     facts |= {"table": None if table is None else str(table), "offset": rows.offset, "verdict": known.verdict}
     facts |= {"device": str(models[0].model.device), "ranked_by": method or "fine-tuned models", "interval": interval}
@@ -366,10 +376,9 @@ def rank(
         allowed = _allowed(task, known, sites, rows.offset)
         free = _proposable(known, rows, propose, allowed)
         free_variants = [rows.mutations[n] for n in free]
-        deviation_MN = None  # the standard deviations of each model's predictions [M, len(free)]; no head has them
         best_measured = max((sign * float(value) for value in known.measured.values()), default=np.inf)
         values_MN = sign * values_MNT[:, free, 0]
-        how = (kappa, diversity, acquisition, deviation_MN, best_measured)
+        how = (kappa, diversity, acquisition, None if deviation_MN is None else deviation_MN[:, free], best_measured)
         order = [free[k] for k in proposals.choose(values_MN, free_variants, propose, *how)]
         facts["proposed"] = {"count": propose, "acquisition": acquisition, "kappa": kappa, "diversity": diversity}
         facts["proposed"]["candidates"] = len(free)
@@ -382,7 +391,9 @@ def rank(
         facts["compared"], messages = compared(known, names, mean_N, rows.measured(target), target)
     places = [*(rows.rows[n] for n in order), *not_ranked]
     variants, values = [rows.mutations[n] for n in order], values_MNT[:, order]
-    new = _columns(known, variants, [rank_of[n] for n in order], task.names, values, limits)
+    if sd_N is not None:
+        sd_N, limits = sd_N[order], (limits[0][order], limits[1][order])
+    new = _columns(known, variants, [rank_of[n] for n in order], task.names, values, limits, sd_N)
     new = {name: [*cells, *[""] * len(not_ranked)] for name, cells in new.items()}
     if table is not None:
         new[NOT_RANKED] = [rows.left_out.get(row, "") for row in places]
@@ -482,14 +493,16 @@ def _columns(
     ranks: list[str],
     targets: Sequence[str],
     values_MNT: npt.NDArray[np.float32],
-    limits: tuple[float, float],
+    limits: tuple[Array, Array],
+    sd_N: Array | None = None,
 ) -> dict[str, list[str]]:
     """Return the columns that are added to the table of N ranked variants.
 
     These are `prediction` (the mean over the models, in the unit of the target), two columns with the limits of the
     prediction's interval, `disagreement of models` and `rank`. Then come `out-of-fold prediction` (by models that were
     not trained on the variant), `seen in training` and `sites varied in training` (yes or no). With several targets,
-    names of prediction columns end with the target's name. Rank and interval belong to the first target.
+    names of prediction columns end with the target's name. Rank and interval belong to the first target. `sd_N`, the
+    standard deviations that a Gaussian process expects of measurements, becomes the column PREDICTIVE.
     """
     names = [name_of(variant) for variant in variants]
     varied = [all(mutation.position in known.sites for mutation in variant) for variant in variants]
@@ -502,9 +515,11 @@ def _columns(
     for t, key in enumerate(keys):
         new[f"prediction{key}"] = list(map(text, mean_NT[:, t]))
         for limit, by in zip((LOW, HIGH), limits, strict=True) if t == 0 else ():
-            means = zip(mean_NT[:, 0].tolist(), like, strict=True)
-            new[f"{limit}{key}"] = [text(mean + by) if is_like else "" for mean, is_like in means]
+            ends = zip((mean_NT[:, 0] + by).tolist(), like, strict=True)
+            new[f"{limit}{key}"] = [text(end) if is_like or sd_N is not None else "" for end, is_like in ends]
         new[f"{DISAGREEMENT}{key}"] = list(map(text, sd_NT[:, t]))
+    if sd_N is not None:
+        new[PREDICTIVE] = list(map(text, sd_N))
     new["rank"] = ranks
     for t, key in enumerate(keys):
         values = [known.out_of_fold[name][t] if name in known.out_of_fold else np.nan for name in names]
@@ -529,19 +544,29 @@ def _proposable(known: Known, rows: VariantRows, count: int, allowed: Collection
     return free
 
 
-def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]:
+def interval_of(known: Known, sd_N: Array | None = None) -> tuple[tuple[Array, Array], dict[str, Any], str]:
     """Return the lower and upper limit of prediction errors, facts for a JSON file, and a sentence about the coverage.
 
-    A prediction of the first target plus the two limits is its interval. The limits are the 5% and 95% quantiles of the
-    out-of-fold errors, corrected for the number of errors (split conformal; Vovk et al. 2005, Algorithmic Learning in a
-    Random World). The limits hold for variants that are like the measured variants. They are NaN with fewer than
-    RESIDUALS errors, or with one fold. The coverage of each fold is measured with limits from the other folds.
+    A prediction of the first target plus the two limits is its interval. If a Gaussian process expects measurements
+    with the standard deviations `sd_N`, the limits belong to its normal distributions [N]. Otherwise they are numbers:
+    the 5% and 95% quantiles of the out-of-fold errors, corrected for the number of errors (split conformal; Vovk et al.
+    2005, Algorithmic Learning in a Random World). They hold for variants that are like the measured variants. They are
+    NaN with fewer than RESIDUALS errors, or with one fold. The coverage of each fold is measured with limits from the
+    other folds.
     """
+    if sd_N is not None:
+        half_N = float(ndtri((1 + LEVEL) / 2)) * sd_N
+        tested = [name for name in known.deviation if name in known.measured]
+        errors = [abs(float(known.measured[name]) - known.out_of_fold[name][0]) for name in tested]
+        share = coverage(np.array(errors), np.array([known.deviation[name] for name in tested]), LEVEL)
+        held = f"such intervals contained {share:.0%} of {len(tested):,} measured values out of fold"
+        facts: dict[str, Any] = {"level": LEVEL, "predictions_out_of_fold": len(tested), "coverage": share}
+        return (-half_N, half_N), facts, f"{LOW} and {HIGH}: of the Gaussian process; {held if tested else 'untested'}"
     names = [name for name in known.out_of_fold if name in known.measured and name in known.fold]
     error_N = np.array([float(known.measured[name]) - known.out_of_fold[name][0] for name in names])
     fold_N = np.array([known.fold[name] for name in names])[~np.isnan(error_N)]
     error_N = error_N[~np.isnan(error_N)]
-    facts: dict[str, Any] = {"level": LEVEL, "predictions_out_of_fold": len(error_N), "coverage": None}
+    facts = {"level": LEVEL, "predictions_out_of_fold": len(error_N), "coverage": None}
     folds = np.unique(fold_N).tolist()
     if len(folds) < 2 or len(error_N) < RESIDUALS:
         size = f"{counted(len(error_N), 'variant')} in {counted(len(folds), 'fold')}"
@@ -549,7 +574,7 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
             f"intervals need {RESIDUALS} measured variants with out-of-fold predictions, in two folds or more; the run "
             f"has {size}"
         )
-        return (np.nan, np.nan), facts, f"no {LOW} and {HIGH}: {facts['why']}"
+        return (np.array(np.nan), np.array(np.nan)), facts, f"no {LOW} and {HIGH}: {facts['why']}"
     held_N = np.zeros(len(error_N), dtype=bool)
     for fold in folds:
         low, high = _error_limits(error_N[fold_N != fold])
@@ -563,27 +588,31 @@ def interval_of(known: Known) -> tuple[tuple[float, float], dict[str, Any], str]
     return _error_limits(error_N), facts, sentence
 
 
-def _error_limits(error_N: Array) -> tuple[float, float]:
+def _error_limits(error_N: Array) -> tuple[Array, Array]:
     """Return limits that contain a share LEVEL of future errors, if future and given errors are exchangeable."""
     count = len(error_N)
     above = min(int(np.ceil((count + 1) * (1 + LEVEL) / 2)), count)
     sorted_N = np.sort(error_N)
-    return float(sorted_N[count - above]), float(sorted_N[above - 1])
+    return sorted_N[count - above], sorted_N[above - 1]
 
 
 # Predictions
 
 
 def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArray[np.float32]:
-    """Predict T targets of N variants with one model, float32 [N, T]. `InputError` if a variant cannot be predicted."""
+    """Predict T targets of N variants with one model, float32 [N, T], or with head `gp` the result of
+    `VariantTask.with_deviations`, [N, 3]. `InputError` if a variant cannot be predicted.
+    """
     task, values = finetuned.task, list[npt.NDArray[np.float32]]()
     assert isinstance(task, VariantTask)
     examples = _examples(task, mutations)
     # Batches are large, since each batch also computes the wild type. With pool `wild_type` a variant costs almost
     # nothing, so it counts as one token.
     tokens_N = np.ones_like(examples.tokens) if task.settings.wild_type_alone else examples.tokens
+    convert = task.with_deviations if task.settings.head == "gp" else task.predict
+    results = heads.predictions(finetuned, tokens_N, lambda n: task.question(examples.get(n)), heads.TOKENS, convert)
     with Progress("predict", len(examples)) as progress:
-        for value in heads.predictions(finetuned, tokens_N, lambda n: task.question(examples.get(n)), heads.TOKENS):
+        for value in results:
             if isinstance(value, str):
                 raise InputError(f"{name_of(mutations[len(values)])}: {value}")
             values.append(value)

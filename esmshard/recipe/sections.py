@@ -219,6 +219,11 @@ class TaskSettings(Settings):
         """Whether the loss compares the records of a step with each other, so that each step is one micro-batch."""
         return False
 
+    @property
+    def only_probe(self) -> bool:
+        """Whether `adapt.method` must be `probe`, which is then also the default."""
+        return False
+
     def no_probe(self) -> str | None:
         """Return why `adapt.method: probe` is impossible with these settings, or None if it is possible."""
         return f"probe is not offered by task {self.name}; choose full, lora or head"
@@ -554,6 +559,12 @@ class Recipe(Settings):
                 "method",
                 f"full cannot train the weights that model.quantize={model.quantize} freezes; set adapt.method=lora "
                 "or model.quantize=null",
+            )
+        if task is not None and task.only_probe and "method" not in adapt.model_fields_set:
+            adapt = adapt.model_copy(update={"method": "probe"})
+        if task is not None and task.only_probe and adapt.method != "probe":
+            raise Clash(
+                "method", f"{adapt.method} trains weights, and this head is fitted to frozen ones; choose probe"
             )
         if adapt.method == "probe" and task is not None and (reason := task.no_probe()):
             raise Clash("method", reason)

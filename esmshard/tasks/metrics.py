@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from scipy.special import ndtri
 
 from esmshard.data.splits.variant_records import site_blocks
 from esmshard.data.variants import Mutation, name_of
@@ -218,6 +219,19 @@ def number_summary(rows: Sequence[Row], names: Sequence[str]) -> dict[str, float
     return summary | {
         f"{c} {name}": scores[c] for name, scores in zip(names, each, strict=True) for c in NUMBER_COLUMNS
     }
+
+
+PREDICTIVE = "sd of a measurement"
+"""The column with the standard deviation that a Gaussian process expects of a measurement, in the target's unit."""
+
+
+def coverage(error_N: npt.NDArray[np.float64], sd_N: npt.NDArray[np.float64], level: float) -> float:
+    """Return the share of errors inside the intervals that should contain the share `level` of a normal distribution.
+
+    >>> coverage(np.array([-1.0, 2.0]), np.ones(2), 0.8)
+    0.5
+    """
+    return float((np.abs(error_N) <= ndtri((1 + level) / 2) * sd_N).mean()) if len(error_N) else math.nan
 
 
 # Classes

@@ -30,6 +30,7 @@ from esmshard.recipe.sections import Clash, DataSettings, TaskSettings
 from esmshard.tasks import metrics
 from esmshard.tasks.base import Facts, LossSum, Outputs, Task, on_device_of, regression_loss, require_two_values
 from esmshard.tasks.baselines import apply, copy_to, fit_numbers
+from esmshard.tasks.gaussian_process import MOST, Features, GaussianProcessHead
 from esmshard.tasks.labels import LabelHead
 from esmshard.tasks.likelihood import AMINO_ACIDS, LOSSES, LikelihoodHead, fit_line, log_odds, require_lm_head
 from esmshard.tasks.marginals import log_probabilities
@@ -80,20 +81,22 @@ class VariantSettings(TaskSettings):
     instead_of_crop: ClassVar[str] = "full or window"
     reads_table: ClassVar[bool] = True
 
-    head: Literal["network", "likelihood"] = "network"
+    head: Literal["network", "likelihood", "gp"] = "network"
     """How a prediction is computed. `network` is a new network that reads the model's representations. `likelihood` is
-    the zero-shot score of the language model, which is fine-tuned. This head adds no parameters. It suits one target
-    with up to some hundred measurements."""
+    the zero-shot score of the language model, which is fine-tuned. This head adds no parameters. `gp` is a Gaussian
+    process on the frozen model's representations, with the zero-shot score as its mean; `adapt.method` is then `probe`.
+    The last two suit one target with up to some hundred measurements."""
     pool: Pool = "wild_type"
-    """The input of the head `network`. `wild_type`: the wild type's representation at each mutated residue, and the old
-    and new amino acids. One forward pass of the wild type serves all variants of a step. `sites`: as `wild_type`, and
-    also the difference between the representations of variant and wild type at each mutated residue. This needs a
-    forward pass for each variant. `difference`: only this difference. `mean`: the mean representation over all residues
-    of the variant."""
+    """The input of the heads `network` and `gp`. `wild_type`: the wild type's representation at each mutated residue,
+    and the old and new amino acids. One forward pass of the wild type serves all variants of a step. `sites`: as
+    `wild_type`, and also the difference between the representations of variant and wild type at each mutated residue.
+    This needs a forward pass for each variant. `difference`: only this difference. `mean`: the mean representation over
+    all residues of the variant."""
     zero_shot: bool = True
-    """Add the language model's zero-shot score to the output, with a trained weight. The score is the sum of log
-    p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021). Pools `wild_type` and `sites` also read
-    all 20 probabilities at these residues. This needs a model with a trained LM head."""
+    """For the heads `network` and `gp`: add the language model's zero-shot score to the output, with a fitted weight.
+    The score is the sum of log p(mutant) - log p(wild type) at the mutated residues (Meier et al. 2021).
+    Pools `wild_type` and `sites` also read all 20 probabilities at these residues. This needs a model with a trained LM
+    head."""
     hidden: int = Field(64, ge=0, le=8192)
     """The width of the hidden layer of the head `network`. 0 makes a linear head."""
     dropout: float = Field(0.1, ge=0, lt=1)
@@ -111,16 +114,19 @@ class VariantSettings(TaskSettings):
     @field_validator("pool", "zero_shot", "hidden", "dropout", "context")
     @classmethod
     def _of_its_head(cls, value: Any, info: ValidationInfo) -> Any:
-        owner = "likelihood" if info.field_name == "context" else "network"
-        head, default = info.data.get("head", owner), cls.model_fields[info.field_name or ""].default
-        if head != owner and value != default:  # the file that records a recipe has all keys
-            raise ValueError(f"is for task.head {owner}, and the recipe has {head}; remove it")
-        return value
+        name = info.field_name or ""
+        heads = {"pool": ("network", "gp"), "zero_shot": ("network", "gp"), "context": ("likelihood",)}
+        owners, default = heads.get(name, ("network",)), cls.model_fields[name].default
+        if (head := info.data.get("head", owners[0])) not in owners and value != default:
+            raise ValueError(f"is for task.head {' or '.join(owners)}, and the recipe has {head}; remove it")
+        if head == "gp" and value in ("difference", "mean"):
+            raise ValueError(f"{value} is not offered by task.head gp; choose wild_type or sites")
+        return value  # the file that records a recipe has the defaults of all keys
 
     @field_validator("loss")
     @classmethod
     def _loss_of_its_head(cls, loss: str | None, info: ValidationInfo) -> str | None:
-        offered = {"network": ("mse", "huber", "ranking"), "likelihood": ("ranking", "listmle", "mse")}
+        offered = {"network": ("mse", "huber", "ranking"), "likelihood": ("ranking", "listmle", "mse"), "gp": ("mse",)}
         head = info.data.get("head", "network")
         if loss is not None and loss not in offered[head]:
             raise ValueError(f"{loss} is not offered by task.head {head}; choose {', '.join(offered[head])}")
@@ -129,7 +135,11 @@ class VariantSettings(TaskSettings):
     def no_probe(self) -> str | None:
         if self.head == "likelihood":
             return "probe fits a linear head, and task.head likelihood has no parameters; choose full or lora"
-        return None if self.hidden == 0 else "probe fits a linear head; set task.hidden: 0"
+        return None if self.hidden == 0 or self.head == "gp" else "probe fits a linear head; set task.hidden: 0"
+
+    @property
+    def only_probe(self) -> bool:
+        return self.head == "gp"
 
     @property
     def whole_steps(self) -> bool:
@@ -296,7 +306,7 @@ def frozen(
     Features are results of `VariantHead.features` for pool `sites` or `mean`, without LayerNorm and probabilities. They
     are cached in `base.remembered`, by pool and tokens (`<cls> ... <eos>`). All variants have the same `tracks`.
     """
-    known, alone = base.remembered[pool], base.trunk.shared_on is None
+    known, alone = _remembered(base, pool, wild_type, tracks), base.trunk.shared_on is None
     names = [variant.tobytes() for variant in variants]
     new = [n for n, name in enumerate(names) if name not in known]
     head = VariantHead(base.trunk.config.dim, 0, np.ones(1, np.float32), pool, 0.0, zero_shot=False)
@@ -319,13 +329,28 @@ def frozen(
     return np.stack([known[name] for name in names])
 
 
+_KEPT: dict[tuple[str | None, str, bytes], dict[Any, Any]] = {}
+"""Outputs of a frozen model, for later folds in this process. The keys are `FineTuner.origin`, kind and wild type."""
+
+
+def _remembered(
+    base: FineTuner, kind: str, wild_type: npt.NDArray[np.uint8], tracks: Mapping[str, npt.NDArray[Any]] | None
+) -> dict[Any, Any]:
+    if base.origin is not None and not tracks and kind not in base.remembered:
+        if any(key[0] != base.origin for key in _KEPT):  # another model would only take memory
+            _KEPT.clear()
+        base.remembered[kind] = _KEPT.setdefault((base.origin, kind, wild_type.tobytes()), {})
+    return base.remembered[kind]
+
+
 class VariantTask(Task):
     """Predicts measured values of variants. Outputs: T standardised numbers, one for each target [T].
 
     Facts: `targets` (names), `lower_is_better` (names of targets), `scales` (arguments of `Scale`) and `protein` (the
     wild type). `first` and `length` describe the part of the protein that the model reads, and `tracks`, if any, belong
     to this part. `offset` is the number that was added to the positions of the table. `line` has the slope and the
-    intercept that convert a score of the head `likelihood` to a standardised number.
+    intercept that convert a score of the head `likelihood` to a standardised number. `fitted` has the numbers of
+    training variants, and of their changes, that the head `gp` stores; the output of this head is described there.
     """
 
     Settings = VariantSettings
@@ -365,10 +390,10 @@ class VariantTask(Task):
         labels = train.labels
         y_NT = np.stack([train.get(n).labels["target"] for n in range(len(train))]).astype(np.float64)
         kind = "rank" if self.settings.loss in ("ranking", "listmle") else labels.transform
-        if self.settings.head == "likelihood" and len(labels.names) > 1:
+        if self.settings.head != "network" and len(labels.names) > 1:
             raise InputError(
-                f"{train.path}: task.head likelihood learns one target, and the recipe has {len(labels.names)}; set "
-                f"data.target=[{labels.names[0]}]"
+                f"{train.path}: task.head {self.settings.head} learns one target, and the recipe has "
+                f"{len(labels.names)}; set data.target=[{labels.names[0]}]"
             )
         scales = []
         for name, y_N in zip(labels.names, y_NT.T, strict=True):
@@ -386,12 +411,26 @@ class VariantTask(Task):
         }
         if tracks := train.get(0).tracks:  # all variants have the same tracks
             facts["tracks"] = {name: _as_json(values) for name, values in tracks.items()}
+        if self.settings.head == "gp":
+            wild_type = encode(labels.protein[labels.first : labels.first + labels.length])
+            count = len(used := [n for n, y_T in enumerate(y_NT) if not np.isnan(y_T[0])])
+            if count > MOST:
+                raise InputError(
+                    f"{train.path}: task.head gp learns from {MOST:,} variants at most, and training has {count:,}; "
+                    f"set task.head=network, or data.train_share={MOST / count:.2f}"
+                )
+            changes = sum(int((train.get(n).tokens != wild_type).sum()) for n in used)
+            facts["fitted"] = {"variants": count, "changes": changes}
         return type(self)(self.settings, facts)
 
     def head(self, config: ModelConfig) -> nn.Module:
         s = self.settings
         if s.head == "likelihood":
             return LikelihoodHead(float(self._sign_T[0]))
+        if s.head == "gp":
+            sizes, differences = self.facts["fitted"], s.pool == "sites"
+            sign, zero_shot = float(self._sign_T[0]), s.zero_shot
+            return GaussianProcessHead(config.dim, sizes, sign, differences=differences, zero_shot=zero_shot)
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
 
     def inputs(self, example: Example) -> Inputs:
@@ -423,6 +462,8 @@ class VariantTask(Task):
         output = torch.stack(list(outputs))
         target = on_device_of(torch.stack([target_2T[0] for target_2T in targets]), output)
         kind = self.settings.loss or ""
+        if self.settings.head == "gp":
+            output = output[:, :1]
         if self.settings.head == "likelihood":
             known_N = ~target[:, 0].isnan()
             return LOSSES[kind](output[known_N, 0], target[known_N, 0])
@@ -433,7 +474,13 @@ class VariantTask(Task):
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.float32]) -> Row:
         row: Row = metrics.number_row(self.predict(output), target[1], self.names)
-        return {**row, "score": float(output[0])} if self.settings.head == "likelihood" else row
+        if self.settings.head == "likelihood":
+            return {**row, "score": float(output[0])}
+        return (
+            {**row, metrics.PREDICTIVE: float(self.with_deviations(output)[2])}
+            if len(output) > len(self.names)
+            else row
+        )
 
     def summary(self, rows: Sequence[Row]) -> dict[str, float]:
         return metrics.number_summary(rows, self.names)
@@ -453,7 +500,16 @@ class VariantTask(Task):
                 return output
             slope, intercept = self.facts["line"]
             output = slope * output + intercept
-        return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=True)], dtype=np.float32)
+        return np.array([scale.back(z) for scale, z in zip(self._scales, output, strict=False)], dtype=np.float32)
+
+    def with_deviations(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        """Convert the output of the head `gp` to the unit of the table: the mean, its standard deviation, and that of a
+        measurement, float32 [3]. For curved scales, a deviation is half the difference between mean + sd and mean - sd.
+        """
+        scale, (mean, *deviations) = self._scales[0], map(float, output)
+        return np.array(
+            [scale.back(mean), *((scale.back(mean + sd) - scale.back(mean - sd)) / 2 for sd in deviations)], np.float32
+        )
 
     def baselines(
         self, train: Sequence[Example], base: FineTuner | None, only: str | None = None
@@ -472,11 +528,12 @@ class VariantTask(Task):
         if base is None:
             return fitted
         if self.settings.zero_shot and wanted & {SCORE, AUGMENTED}:
-            sites = [n for n, letter in enumerate(self.wild_type) if letter in RESIDUES]
-            log_p_LA = np.zeros((len(self.wild_type), len(RESIDUES)), np.float32)
-            log_p_LA[sites] = log_probabilities(
-                base.trunk, self.wild_type, sites, tracks=train[0].tracks or self._tracks
-            )
+            tracks = train[0].tracks or self._tracks
+            if not (kept := _remembered(base, SCORE, self._tokens, tracks)):
+                sites = [n for n, letter in enumerate(self.wild_type) if letter in RESIDUES]
+                kept["log_p"] = np.zeros((len(self.wild_type), len(RESIDUES)), np.float32)
+                kept["log_p"][sites] = log_probabilities(base.trunk, self.wild_type, sites, tracks=tracks)
+            log_p_LA = kept["log_p"]
             score_N = np.array([self._zero_shot(example, log_p_LA) for example in train])
             scale = np.array([score_N.mean(), score_N.std() or 1.0])
             fitted |= {f"{SCORE}.log_p": log_p_LA, f"{SCORE}.scale": scale}
@@ -520,18 +577,26 @@ class VariantTask(Task):
 
     @torch.no_grad()
     def probe(self, head: nn.Module, train: Sequence[Example], base: FineTuner, seed: int) -> None:
-        """Fit ridge regression to the zero-shot score and to the inputs of the last layer, from the frozen model."""
-        assert isinstance(head, VariantHead)
-        inputs, x = [self.inputs(example) for example in train], list[npt.NDArray[np.float32]]()
-        width, each = head.out.in_features, max(1, PACKED // len(self._tokens))
+        """Fit the head `gp`, or a linear head by ridge regression to its inputs and the zero-shot score."""
+        inputs = [record for example in train if not np.isnan((record := self.inputs(example)).target[0]).all()]
+        each, described = max(1, PACKED // len(self._tokens)), list[Any]()
         for n in range(0, len(inputs), each):
             batch = batch_of(inputs[n : n + each]).to(base.device)
             output = base.trunk(batch, logits_at=batch.logits_at_P)
-            x_TD = head.norm(output.representations[base.trunk.config.n_layers].float())
-            x_NF = head.features(x_TD, batch, output.logits_PV)
+            x_TD = output.representations[base.trunk.config.n_layers].float()
+            if isinstance(head, GaussianProcessHead):
+                described.append(head.features(x_TD, batch, output.logits_PV))
+                continue
+            assert isinstance(head, VariantHead)
+            x_NF = head.features(head.norm(x_TD), batch, output.logits_PV)
             score = () if output.logits_PV is None else (log_odds(output.logits_PV, batch)[:, None],)
-            x.append(torch.cat([x_NF, *score], 1).cpu().numpy())
-        model = fit_numbers(np.concatenate(x), np.stack([record.target[0] for record in inputs]))
+            described.append(torch.cat([x_NF, *score], 1).cpu().numpy())
+        y_NT = np.stack([record.target[0] for record in inputs])
+        if isinstance(head, GaussianProcessHead):
+            head.fit(Features.joined(described), torch.from_numpy(y_NT[:, 0]))
+            return
+        assert isinstance(head, VariantHead)
+        model, width = fit_numbers(np.concatenate(described), y_NT), head.out.in_features
         copy_to(head.out, np.column_stack([model[:, :width], model[:, -1]]))
         if head.zero_shot is not None:
             head.zero_shot.copy_(torch.from_numpy(model[:, width]))

@@ -26,7 +26,16 @@ from esmshard.recipe import recipe_file
 from esmshard.recipe.sections import DataSettings, Recipe
 from esmshard.tasks import metrics
 from esmshard.tasks.base import MAIN
-from esmshard.tasks.metrics import LEAST, Interval, count_units, difference, interval, variant_units
+from esmshard.tasks.metrics import (
+    LEAST,
+    PREDICTIVE,
+    Interval,
+    count_units,
+    coverage,
+    difference,
+    interval,
+    variant_units,
+)
 from esmshard.train.evaluate import Comparison, aligned, in_sample
 from esmshard.train.run_dir import read_status
 
@@ -36,6 +45,7 @@ JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "re
 SHARES = (0.25, 0.5)
 """The shares of the training variants that the models of a learning curve are trained on. The curve also has the model
 that is trained on all of them."""
+LEVELS = (0.5, 0.8, 0.95)  # the levels of the intervals of a Gaussian process whose coverage is reported
 SPEARMAN, RECALL, CHOSEN = "Spearman", "recall", "mean of chosen"
 
 Array = npt.NDArray[np.float64]
@@ -239,6 +249,14 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "joint": joint,
         "verdict": text,
     }
+    sd_N = np.stack([np.concatenate([part.sd_N for part in parts]) for parts in by_seed.values()]).mean(0)
+    if not np.isnan(sd_N).all():
+        error_N = mean[MAIN][:, 0] - measured_NT[:, 0]
+        joint["coverage"] = {f"{level:.0%}": coverage(error_N, sd_N, level) for level in LEVELS}
+        shares = ", ".join(
+            f"{share:.0%} of values in intervals of {level}" for level, share in joint["coverage"].items()
+        )
+        text += f"\nThe Gaussian process expects errors out of fold of the right size if these numbers agree: {shares}."
     replace_json(out / SUMMARY, summary)
     sd_NT = predicted[MAIN].std(0, ddof=1) if len(by_seed) > 1 else np.full_like(measured_NT, np.nan)
     columns: dict[str, Array] = {}
@@ -247,6 +265,8 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         columns |= {f"measured{suffix}": measured_NT[:, t], f"predicted{suffix}": mean[MAIN][:, t]}
         columns[f"sd{suffix}"] = sd_NT[:, t]
         columns |= {f"{method}{suffix}": mean_NT[:, t] for method, mean_NT in mean.items() if method != MAIN}
+    if "coverage" in joint:
+        columns[PREDICTIVE] = sd_N
     if len(names) > 1:  # variants are ranked by the first target
         columns["measured"] = measured_NT[:, 0]
     _write_variants(out / OUT_OF_FOLD, recipe, ids, fold_N, columns)
@@ -284,6 +304,7 @@ class _Predictions:
         self.ids = [row["id"] for row in rows]
         self.measured_NT = self._columns(rows, "target", "")
         self.predicted = {MAIN: self._columns(rows, "prediction", "")}
+        self.sd_N = np.array([float(row.get(PREDICTIVE) or "nan") for row in rows])
         for name in evaluation["metrics"]:
             if name != MAIN:
                 self.predicted[name] = self._columns(rows, "prediction", f" of {name}")

@@ -130,6 +130,8 @@ def _evaluate(job: RunInputs, model: FineTuner, ranks: World, control: Control) 
     table = {MAIN: evaluate.score(model, task, job.test, sharing)}
     control.note("scoring the baselines")
     refill(model, model.rows_of(job.weights, new_head(recipe, task, job.weights)[0]), ranks)
+    if sharing is evaluate.ALONE:
+        model.origin = job.weights.origin
     known = evaluate.fit_baselines(task, job.train, model, sharing)
     table |= evaluate.score_baselines(task, job.test, known, model, sharing)
 
