@@ -352,8 +352,9 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         resolved = recipe_file.load(path, overrides)
         if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
             # Trials train and validate on the other folds, so only one fold can be the test set.
-            overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
-            say(f"fold 0 of {FOLDS} validates trials and tests the best settings: {' '.join(overrides[-2:])}")
+            column = resolved.data.folds is not None
+            overrides = [*overrides, *([] if column else [f"data.folds={FOLDS}"]), "data.fold=0"]
+            say(f"fold 0 of {resolved.data.folds or FOLDS} validates trials and tests the best settings: data.fold=0")
             resolved = recipe_file.load(path, overrides)
         _check_dry_run(resolved, options)
         processes, device = _devices(resolved, options)

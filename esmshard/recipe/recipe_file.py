@@ -81,7 +81,7 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
 def _make_room(tree: Tree, path: Path) -> None:
     """Remove keys of the recipe file that contradict an override. If an override sets one of two keys in TWO_WAYS,
     remove the other key. If an override sets `data.train` to the user's own data, remove sample data and placeholders
-    from `data.valid` and `data.test`.
+    from `data.valid` and `data.test`, and so for `data.table` and `data.wild_type`.
     """
     for section, *keys in TWO_WAYS:
         node = tree.node.get(section)
@@ -90,11 +90,12 @@ def _make_room(tree: Tree, path: Path) -> None:
             if overridden and (section, other) not in tree.overrides:
                 node.pop(other, None)
     data = tree.node.get("data")
-    if isinstance(data, dict) and ("data", "train") in tree.overrides and not _is_sample(data.get("train")):
-        for key in ("valid", "test"):
-            has_placeholder = _is_sample(data.get(key)) or path.parent == shipped("recipes")
-            if ("data", key) not in tree.overrides and has_placeholder:
-                data.pop(key, None)
+    for first, *others in (("train", "valid", "test"), ("table", "wild_type")) if isinstance(data, dict) else ():
+        if ("data", first) in tree.overrides and not _is_sample(data.get(first)):
+            for key in others:
+                has_placeholder = _is_sample(data.get(key)) or path.parent == shipped("recipes")
+                if ("data", key) not in tree.overrides and has_placeholder:
+                    data.pop(key, None)
 
 
 def _is_sample(value: object) -> bool:

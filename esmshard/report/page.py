@@ -277,7 +277,10 @@ def variants_page(run: Path) -> dict[str, Any]:
     targets = targets or [joint["targets"]]
     pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
     ranked = _ranked(run / RANKED)
-    options = ["--folds", str(folds)] if folds else []
+    # The recipe of a run selects one fold. These options select all folds again.
+    of_column = isinstance(summary["recipe"]["data"]["folds"], str)
+    options = [] if of_column else ["data.folds=null"]
+    options += ["data.fold=null"] + (["--folds", str(folds)] if folds and not of_column else [])
     options += ["--seeds", str(len(joint["seeds"]))] if len(joint["seeds"]) > 1 else []
     return {
         "summary": summary,
@@ -305,8 +308,7 @@ def variants_page(run: Path) -> dict[str, Any]:
         "better": better_baseline(summary),
         "run": shlex.quote(run.resolve().name),
         "recipe_text": _recipe_text(summary["recipe_yaml"]),
-        # The recipe of a run selects one fold. These options select all folds again.
-        "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, "data.folds=null", "data.fold=0", *options),
+        "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, *options),
     }
 
 
