@@ -22,6 +22,7 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -31,7 +32,7 @@ import numpy.typing as npt
 from Bio.Data.IUPACData import protein_letters_3to1_extended
 
 from esmshard.errors import InputError, UsageError
-from esmshard.io.sequences import read_fasta
+from esmshard.io.sequences import is_sequence_table, read_fasta
 from esmshard.io.symbols import Edits, nucleotides
 from esmshard.io.tables import Table, counted, first_three, listed, read_table, shown
 from esmshard.vocab import BETWEEN, RESIDUES, STANDARD, encode_residues
@@ -231,7 +232,8 @@ def read_variants(
 
     Args:
         path: the path of the table; see the function `tables.read_table`.
-        wild_type: the path of a FASTA file with one record (a Path), or the sequence in upper case (a str).
+        wild_type: the path of a FASTA file with one record, or of a table (see `protein_of_table`); or the sequence in
+            upper case (a str).
         mutant: the column of mutations; by default the only column with a name in MUTANT_COLUMNS, in upper or lower
             case. Without such a column, a column of sequences (SEQUENCE_COLUMNS) is compared with the wild type.
         targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. None reads no
@@ -250,7 +252,11 @@ def read_variants(
         InputError: the table or the wild type cannot be read, the table does not fit the wild type, or no row is left.
     """
     table, notices = read_table(path), list[str]()
-    protein = wild_type if isinstance(wild_type, str) else protein_of(wild_type, notices)
+    if isinstance(wild_type, Path):
+        of_table = is_sequence_table(wild_type)
+        protein = protein_of_table(wild_type, table, mutant, notices) if of_table else protein_of(wild_type, notices)
+    else:
+        protein = wild_type
     name = "the wild type" if isinstance(wild_type, str) else str(wild_type)
     reading = _Reading(table, protein, name, unusable, notices)
     column, has_sequences = (mutant, False) if mutant is not None else _column(table)
@@ -469,6 +475,46 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
     if notices is not None:
         notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
     return records[0].sequence
+
+
+def protein_of_table(path: Path, measured: Table, mutant: str | None, notices: list[str]) -> str:
+    """Return the wild type of the table `measured` from the table at `path`, and append a sentence to `notices`.
+
+    - ProteinGym's reference file has the columns `DMS_id` and `target_seq`. The row of `measured` has its file name,
+      without the ending, in `DMS_id`, or with it in `DMS_filename`.
+    - In a table with mutations and mutated sequences, as ProteinGym's assays have them, substitutions are undone.
+
+    Raises `InputError` if there is no such row, or if the rows do not agree on the wild type.
+    """
+    table, fix = measured if path == measured.path else read_table(path), "set data.wild_type=wt.fasta, a FASTA file"
+    if "target_seq" in table.columns:
+        ids, name = table.column("DMS_id"), measured.path.name
+        rows = [row for row in range(len(table)) if name.startswith(f"{ids[row]}.")]
+        rows += [row for row, file in enumerate(table.columns.get("DMS_filename", ())) if file == name]
+        if not rows:
+            raise InputError(f"{path}: no DMS_id is the name of {name} without its ending; rename {name}, or {fix}")
+        protein = table.columns["target_seq"][rows[0]].upper()
+        if not protein or set(protein) - _WILD:
+            raise InputError(f"{table.where(rows[0])}: 'target_seq' is no sequence of residues; {fix}")
+        notices.append(f"{path}: the wild type is 'target_seq' of {ids[rows[0]]} ({table.at(rows[0])})")
+        return protein
+    mutant = mutant or table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
+    sequences = table.only_column(SEQUENCE_COLUMNS, "rename one of them")
+    if mutant is None or sequences is None:
+        raise InputError(f"{path}: tells no wild type, as it lacks mutations or mutated sequences; {fix}")
+    row_of = dict[str, int]()
+    for row, (cell, sequence) in enumerate(zip(table.column(mutant), table.columns[sequences], strict=True)):
+        with suppress(RefusedVariant):  # `Reading.parse` reports such cells
+            letters = list(sequence.upper())
+            for place, wild, letter in parse_variant(cell):
+                if letters[place : place + 1] != [letter]:
+                    raise InputError(f"{table.where(row)}: {shown(cell)} does not fit {shown(sequences)}; {fix}")
+                letters[place] = wild
+            row_of.setdefault("".join(letters), row)
+    if len(row_of) != 1:
+        raise InputError(f"{path}: rows have different wild types ({first_three([*row_of.values()], table.at)}); {fix}")
+    notices.append(f"{path}: the wild type follows from {shown(mutant)} and {shown(sequences)}")
+    return next(iter(row_of))
 
 
 def _column(table: Table) -> tuple[str, bool]:
