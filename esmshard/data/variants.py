@@ -25,7 +25,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -194,6 +194,8 @@ class Variants:
     """The number that was added to each position in the table."""
     left_out: dict[int, str]
     """The reason for each left-out row, by the row index in `table`."""
+    alignment: list[dict[str, Any]] = field(default_factory=list)
+    """How the values of several tables were aligned; see `plates.read_plates`."""
 
     def __len__(self) -> int:
         return len(self.mutations)
@@ -251,6 +253,20 @@ def read_variants(
         UsageError: arguments contradict each other.
         InputError: the table or the wild type cannot be read, the table does not fit the wild type, or no row is left.
     """
+    reading = read_rows(path, wild_type, mutant, targets, offset, unusable, keep_synonymous)
+    return reading.merged(replicates)
+
+
+def read_rows(
+    path: Path,
+    wild_type: Path | str,
+    mutant: str | None = None,
+    targets: Sequence[str] | None = (),
+    offset: int | Literal["auto"] = 0,
+    unusable: Unusable = "error",
+    keep_synonymous: bool = False,
+) -> "Reading":
+    """Read the rows of a table of variants. For arguments and errors see `read_variants`."""
     table, notices = read_table(path), list[str]()
     if isinstance(wild_type, Path):
         of_table = is_sequence_table(wild_type)
@@ -258,35 +274,23 @@ def read_variants(
     else:
         protein = wild_type
     name = "the wild type" if isinstance(wild_type, str) else str(wild_type)
-    reading = _Reading(table, protein, name, unusable, notices)
+    reading = Reading(table, protein, name, unusable, notices)
     column, has_sequences = (mutant, False) if mutant is not None else _column(table)
     if has_sequences and offset not in (0, "auto"):
         raise UsageError(f"{path}: offset shifts numbered mutations; leave it out, as {shown(column)} has sequences")
-    target_names, target_RT = reading.targets(targets)
+    reading.read_targets(targets)
     if has_sequences:
         reading.parse(column, functools.partial(compare, wild_type=protein))
-        shift = 0
     else:
         reading.parse(column, parse_variant)
-        shift = reading.place(offset)
+        reading.place(offset)
     reading.remove(lambda mutation: mutation.mutant == STOP, "a stop codon")
     if not keep_synonymous:
         reading.remove(lambda mutation: mutation.mutant == mutation.wild, "a synonymous change")
     if not reading.variants:
         reasons = "; ".join(notice.removeprefix(f"{path}: ") for notice in notices)
         raise InputError(f"{path}: no variant is left of {counted(len(table), 'row')} ({reasons})")
-    groups = reading.grouped(replicates)
-    return Variants(
-        wild_type=protein,
-        mutations=[mutations for mutations, _ in groups],
-        target_NT=_averaged(target_RT, [rows for _, rows in groups]),
-        target_names=target_names,
-        rows=[rows for _, rows in groups],
-        table=table,
-        notices=notices,
-        offset=shift,
-        left_out=reading.left_out,
-    )
+    return reading
 
 
 def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
@@ -301,7 +305,9 @@ def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
 
 
 @dataclass
-class _Reading:
+class Reading:
+    """The rows of a table of variants while they are read, before rows of the same variant are merged."""
+
     table: Table
     protein: str
     protein_name: str
@@ -310,9 +316,15 @@ class _Reading:
     left_out: dict[int, str] = field(default_factory=dict)
     variants: dict[int, tuple[Mutation, ...]] = field(default_factory=dict)
     """The mutations of each row that is not left out."""
+    target_names: tuple[str, ...] = ()
+    target_RT: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
+    """The values of T targets in each row of the table."""
+    offset: int = 0
+    """The number that was added to each position in the table."""
 
     @property
     def max_unusable(self) -> float:
+        """The largest share of unusable rows that is not an error."""
         return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:
@@ -334,13 +346,15 @@ class _Reading:
         self.variants = {row: variant for row, variant in self.variants.items() if row not in reason_of}
 
     def reasons(self, reason_of: dict[int, str]) -> str:
+        """Format the first three of the rows in `reason_of` with their reasons."""
         return first_three(list(reason_of), lambda row: f"{self.table.at(row)} {reason_of[row]}")
 
-    def targets(self, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-        """Return the names of T targets, and their values, float64 [R, T]. Rows without any value are left out."""
+    def read_targets(self, targets: Sequence[str] | None) -> None:
+        """Read the values of T targets, and leave out rows without any value."""
         table = self.table
         if targets is None:
-            return (), np.empty((len(table), 0))
+            self.target_RT = np.empty((len(table), 0))
+            return
         names = tuple(targets)
         if not names:
             usual = table.only_column(TARGET_COLUMNS, NAME_TARGET)
@@ -361,7 +375,7 @@ class _Reading:
         self.note(incomplete, f"without a value in one of {', '.join(map(shown, names))}", "kept")
         why = f"without a value in {' or '.join(map(shown, names))}"
         self.leave_out(dict.fromkeys(np.flatnonzero(missing_RT.all(1)).tolist(), why), why)
-        return names, target_RT
+        self.target_names, self.target_RT = names, target_RT
 
     def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
         """Parse the cells of `column` with the function `read`, except in left-out rows. Rows that `read` refuses are
@@ -379,9 +393,9 @@ class _Reading:
             raise InputError(f"{self.table.path}: {share} cannot be used: {self.reasons(refused)}; {_HOW}")
         self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
 
-    def place(self, offset: int | Literal["auto"]) -> int:
-        """Add `offset` (for `auto`, a shift that fits the wild type) to all positions. Return the shift. Variants that
-        do not fit are left out. If their share is above `max_unusable`, `InputError` names the first three.
+    def place(self, offset: int | Literal["auto"]) -> None:
+        """Add `offset` (for `auto`, a shift that fits the wild type) to all positions. Leave out variants that do not
+        fit. If their share is above `max_unusable`, `InputError` names the first three.
         """
         path, protein, name = self.table.path, self.protein, self.protein_name
         counts = Counter(itertools.chain.from_iterable(self.variants.values()))
@@ -431,7 +445,7 @@ class _Reading:
             )
         self.leave_out(reasons(), f"with another residue than {name} has", each=True)
         self.variants = {row: renumbered(variant, shift) for row, variant in self.variants.items()}
-        return shift
+        self.offset = shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
         """Leave out (or refuse, if `unusable` is `error`) the rows that have a mutation for which `test` is true."""
@@ -444,7 +458,8 @@ class _Reading:
             )
         self.leave_out(dict.fromkeys(rows, what), f"with {what}")
 
-    def grouped(self, replicates: Replicates) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
+    def merged(self, replicates: Replicates) -> Variants:
+        """Return the variants, after rows of the same variant were averaged, kept apart or refused."""
         table, groups = self.table, defaultdict[tuple[Mutation, ...], list[int]](list)
         for row, mutations in self.variants.items():
             groups[mutations].append(row)
@@ -455,9 +470,21 @@ class _Reading:
             if replicates == "error":
                 raise InputError(f"{table.path}: {rows_of}; set data.replicates=mean, or remove all but one row")
             self.notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {rows_of}")
+        pairs = [(mutations, tuple(rows)) for mutations, rows in groups.items()]
         if replicates == "keep":
-            return [(mutations, (row,)) for row, mutations in self.variants.items()]
-        return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
+            pairs = [(mutations, (row,)) for row, mutations in self.variants.items()]
+        rows_N = [rows for _, rows in pairs]
+        return Variants(
+            wild_type=self.protein,
+            mutations=[mutations for mutations, _ in pairs],
+            target_NT=averaged(self.target_RT, rows_N),
+            target_names=self.target_names,
+            rows=rows_N,
+            table=table,
+            notices=self.notices,
+            offset=self.offset,
+            left_out=self.left_out,
+        )
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
@@ -550,7 +577,7 @@ def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]
     return best - highest, int(mutations_S[best]), int(sites_S[best]) if 2 * others <= sites_S[best] else 0
 
 
-def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
+def averaged(target_RT: npt.NDArray[np.float64], rows_N: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
     """Average the target values of each variant over its rows, float64 [N, T]; NaN if no row has a value."""
     group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
     values_RT = target_RT[[row for rows in rows_N for row in rows]]

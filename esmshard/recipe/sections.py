@@ -103,8 +103,13 @@ class DataSettings(Settings):
     """The validation records, on which the model is tested during training. By default, the same file as `train`."""
     test: str | None = None
     """The test records, on which the model is tested once after training. By default, the same file as `train`."""
-    table: str | None = None
-    """For task `variant`: a table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md)."""
+    table: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] | None = None
+    """For task `variant`: a table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). A
+    list of tables, in the order of their measurement, is read as one table."""
+    align: Literal["shift", "none"] | None = None
+    """For a list of tables: how to align their values. `shift`, the default, shifts each later table by the median
+    difference of the variants that earlier tables contain too, such as the wild type. With `transform` log, the values
+    are multiplied by the median ratio. `none` uses the values as they are."""
     wild_type: str | None = None
     """For task `variant`: the FASTA file with the wild type of the protein in `table`, or ProteinGym's reference file
     (`DMS_id`, `target_seq`). By default, the columns `mutant` and `mutated_sequence` of `table` tell the wild type."""
@@ -176,6 +181,11 @@ class DataSettings(Settings):
     `full`. For them `crop` is an error, because it may cut off the cause of the label."""
     max_length: int = Field(1022, ge=8, le=10**6)
     """The maximum number of residues in a training record. The key `long` says what to do with longer records."""
+
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The paths in `table`."""
+        return (self.table,) if isinstance(self.table, str) else self.table or ()
 
     @field_validator("fold")
     @classmethod
@@ -253,7 +263,11 @@ def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
             raise Clash("long", reason)
         data = data.model_copy(update={"long": "full"})
     if task.reads_table and data.wild_type is None:
-        data = data.model_copy(update={"wild_type": data.table})
+        data = data.model_copy(update={"wild_type": next(iter(data.tables), None)})
+    if data.align is not None and len(data.tables) < 2:
+        raise Clash("align", "is for a list of tables in data.table; remove it, or write data.table=[a.csv, b.csv]")
+    if len(data.tables) > 1 and data.align is None:
+        data = data.model_copy(update={"align": "shift"})
     if isinstance(data.folds, str):
         if not task.reads_table:
             raise Clash("folds", f"{data.folds} is no number, and only data.table has columns of folds; write a number")

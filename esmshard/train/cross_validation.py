@@ -279,6 +279,7 @@ def _table(data: DataSettings) -> dict[str, Any]:
         "variants_averaged": sum(len(rows) > 1 for rows in variants.rows),
         "variants_in_no_set": int((fold_N == LEFT_OUT).sum()),
         "offset": variants.offset,
+        "alignment": variants.alignment,
         "notices": [*variants.notices, *left_out],
     }
 

@@ -10,10 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
+from esmshard.data.plates import read_plates
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
-from esmshard.data.variants import Mutation, Variants, is_library, name_of, read_variants
+from esmshard.data.variants import Mutation, Variants, is_library, name_of
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.headers import split_of
@@ -142,11 +143,12 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
 
 @functools.lru_cache(maxsize=2)
 def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
-    assert data.table is not None
     assert data.wild_type is not None
-    variants = read_variants(
-        remote.data_file(data.table),
+    variants = read_plates(
+        [remote.data_file(name) for name in data.tables],
         wild_type=remote.data_file(data.wild_type),
+        align=data.align or "shift",
+        log=data.transform == "log",
         mutant=data.mutant,
         targets=data.target or (),
         offset="auto" if data.offset is None else data.offset,
@@ -170,7 +172,7 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 def table_of(data: DataSettings) -> Variants:
     """Read the variants of a recipe's table. They stay in memory until the table or the wild type's file changes."""
     key = data.model_copy(update={"folds": None, "fold": None, "train_share": None, "split": None, "tracks": None})
-    paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
+    paths = [remote.data_file(name) for name in (*data.tables, data.wild_type) if name is not None]
     return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 
