@@ -20,6 +20,7 @@ from esmshard.data.variants import Mutation, parse_variant
 from esmshard.errors import InputError, reading, writing
 from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
 from esmshard.io.tables import counted
+from esmshard.predict.pictures import LETTERS, substitution_grid
 from esmshard.predict.variants import better_baseline, rows_of_run
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file, sweep_file
@@ -36,8 +37,6 @@ from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of,
 RANKED = "ranked.csv"
 MOST_TARGETS = 6
 """The maximum number of targets that get a chart."""
-LETTERS = "GAVLIMCFYWPSTNQHKRDE"
-"""The rows of a substitution map, in groups of amino acids: aliphatic, aromatic, proline, polar, positive, negative."""
 MOST_POSITIONS = 1000
 """The maximum number of positions in a substitution map."""
 BEST = 20
@@ -369,9 +368,11 @@ def _maps(
     singles = [n for n, variant in enumerate(mutations) if len(variant) == 1]
     figures = []
     for t, name in enumerate(targets[:MOST_TARGETS]):
-        grids = {"measured": _grid([mutations[n][0] for n in singles], measured_NT[singles, t], first, last)}
+        grids = {
+            "measured": substitution_grid([mutations[n][0] for n in singles], measured_NT[singles, t], first, last)
+        }
         if ranked and t < len(ranked["values"]):
-            grids["predicted"] = _grid(ranked["mutations"], ranked["values"][t], first, last)
+            grids["predicted"] = substitution_grid(ranked["mutations"], ranked["values"][t], first, last)
         values = np.concatenate([grid_AP[np.isfinite(grid_AP)] for grid_AP in grids.values()])
         for what, grid_AP in grids.items():
             if count := int(np.isfinite(grid_AP).sum()):
@@ -379,15 +380,6 @@ def _maps(
                 label = f"{what} {name}"
                 figures.append((charts.heat_map(grid_AP, first + 1, wild_P, LETTERS, (low, high), label), label, count))
     return {"figures": figures, "first": first + 1, "last": last + 1, "end": max(changed) + 1}
-
-
-def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first: int, last: int) -> Values:
-    """Arrange the values of single substitutions in an array [letters, positions]. Missing values are NaN."""
-    grid_AP = np.full((len(LETTERS), last - first + 1), np.nan)
-    for mutation, value in zip(mutations, values, strict=True):
-        if first <= mutation.position <= last and mutation.mutant in LETTERS:
-            grid_AP[LETTERS.index(mutation.mutant), mutation.position - first] = value
-    return grid_AP
 
 
 def _learning_curve(path: Path) -> dict[str, Any] | None:
