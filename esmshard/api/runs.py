@@ -409,8 +409,9 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
     """Return the options of one rank that a launcher has started. Raise `UsageError` for options such as `--nproc`."""
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         raise UsageError(
-            "a launcher has started this process, so it can train only one fold; pass data.folds=5 data.fold=0 (or a "
-            "fold from 1 to 4), or start the cross-validation without the launcher and with --nproc"
+            "a launcher has started this process, so it can train only one fold; pass data.fold=0 or another fold (and "
+            "data.folds=5, unless the table has a column of folds), or start the cross-validation without the launcher "
+            "and with --nproc"
         )
     several = (options.seeds or 1) > 1 or options.folds
     if options.nproc or options.dry_run or options.max_restarts or several:

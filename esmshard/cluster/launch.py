@@ -104,7 +104,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         ),
         (
             on_each_fold and most > 1,
-            "--nodes: cross-validation of variants uses one node; leave it out, or set data.folds",
+            "--nodes: cross-validation of variants uses one node; leave it out, or set data.folds and data.fold",
         ),
         (
             resolved.adapt.method == "probe" and (most > 1 or (options.nproc or 1) > 1),

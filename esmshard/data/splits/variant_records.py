@@ -121,7 +121,7 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     if data.split not in ("mutations", "given"):
         folds = count_folds(data)
         if (fold := data.fold or 0) >= folds:
-            raise UsageError(f"data.fold: is {fold}, but {data.folds} has {folds} folds; set data.fold from 0 on")
+            raise UsageError(f"data.fold: is {fold}, but {data.folds} has {folds} folds; set it from 0 to {folds - 1}")
         set_N = assignment.sets_of_fold(set_N, fold, folds)
     members_N = set_N == SETS.index(name)
     if name == "train" and data.train_share is not None and data.train_share < 1:
