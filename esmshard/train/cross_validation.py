@@ -235,6 +235,8 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "metrics": {method: asdict(value) for method, value in intervals.items()},
         "differences": {method: asdict(gain) for method, gain in gains.items()},
         "of_each_seed": each,
+        # ProteinGym's tables compare the predictions of all folds, although each fold has another model.
+        "over_all_folds": {m: _spearman(x_NT, measured_NT, np.zeros_like(fold_N)) for m, x_NT in mean.items()},
         "best": {
             "target": names[0],
             "lower_is_better": lower,

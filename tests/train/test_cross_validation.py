@@ -124,6 +124,9 @@ def test_folds_of_a_column_are_compared_with_published_ones(tmp_path: Path) -> N
     assert summary["table"]["variants_in_no_set"] == 64
     assert "split cv; test positions also occur in training" in library.printed
     assert summary["joint"]["metrics"]["fine-tuned"]["value"] == pytest.approx(by_hand(library, "fine-tuned"), abs=1e-3)
+    rows = [row for fold in library.folds for row in fold]
+    over_all = spearmanr([row["fine-tuned"] for row in rows], [row["measured"] for row in rows]).statistic
+    assert summary["joint"]["over_all_folds"]["fine-tuned"] == pytest.approx(over_all, abs=1e-6)
     head, first, second, *_ = (library.run / "variants.csv").read_text().splitlines()
     assert head.endswith("left out because")
     assert first.endswith("without a value in 'cv'")
