@@ -358,8 +358,9 @@ def _sweep(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
         resolved = recipe_file.load(path, overrides)
         if resolved.divides_table and resolved.data.split not in ("mutations", "given"):
             # Trials train and validate on the other folds, so only one fold can be the test set.
-            overrides = [*overrides, f"data.folds={FOLDS}", "data.fold=0"]
-            say(f"fold 0 of {FOLDS} validates trials and tests the best settings: {' '.join(overrides[-2:])}")
+            column = resolved.data.folds is not None
+            overrides = [*overrides, *([] if column else [f"data.folds={FOLDS}"]), "data.fold=0"]
+            say(f"fold 0 of {resolved.data.folds or FOLDS} validates trials and tests the best settings: data.fold=0")
             resolved = recipe_file.load(path, overrides)
         _check_dry_run(resolved, options)
         processes, device = _devices(resolved, options)
@@ -414,8 +415,9 @@ def _as_rank(recipe: Recipe, options: RunOptions) -> RunOptions:
     """Return the options of one rank that a launcher has started. Raise `UsageError` for options such as `--nproc`."""
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
         raise UsageError(
-            "a launcher has started this process, so it can train only one fold; pass data.folds=5 data.fold=0 (or a "
-            "fold from 1 to 4), or start the cross-validation without the launcher and with --nproc"
+            "a launcher has started this process, so it can train only one fold; pass data.fold=0 or another fold (and "
+            "data.folds=5, unless the table has a column of folds), or start the cross-validation without the launcher "
+            "and with --nproc"
         )
     several = (options.seeds or 1) > 1 or options.folds
     if options.nproc or options.dry_run or options.max_restarts or several:

@@ -8,7 +8,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,10 @@ def _code(value: object) -> str:
     return _text(shown) if re.search("[<>&]", shown) else f"`{shown}`"
 
 
-def _name(path: str) -> str:
-    """Return the last part of `path`. A text without `/`, or one that begins with `sample:`, stays unchanged."""
+def _name(path: str | Sequence[str]) -> str:
+    """Return the last part of `path`, or of each path in a list. A text without `/`, or one that begins with `sample:`,
+    stays unchanged.
+    """
+    if not isinstance(path, str):
+        return ", ".join(map(_name, path))
     return path if path.startswith("sample:") else os.path.basename(path.rstrip("/")) or path  # noqa: PTH119

@@ -256,6 +256,15 @@ def score(
     all_singles: Annotated[
         bool, Option("--all-singles", help="Score every single substitution, without a table.")
     ] = False,
+    propose: Annotated[
+        int | None, Option(min=1, max=1_000_000, metavar="N", help="Choose N single substitutions for a first plate.")
+    ] = None,
+    sites: Annotated[
+        str | None, Option(metavar="39,40,41", help="For --propose: positions that may change; by default all.")
+    ] = None,
+    png: Annotated[
+        Path | None, Option(metavar="FILE", help="For --all-singles and --propose: picture of the scores.")
+    ] = None,
     method: Annotated[
         Literal["masked-marginals", "wild-type-marginals", "pseudo-perplexity", "one-pass"] | None,
         Option(help="For variants the first (default), second or third; for sequences the third (default) or fourth."),
@@ -284,7 +293,12 @@ def score(
         raise UsageError("-o: name the file to write")
     how: dict[str, Any] = {"ensemble": ensemble or [], "window": window, "tracks": named_tracks(track or [])}
     how |= {"device": device, "overwrite": overwrite} | ({} if method is None else {"method": method})
-    if table is None and not all_singles:
+    singles = all_singles or propose is not None
+    if sites is not None and propose is None:
+        raise UsageError("--sites names the positions that proposals may change; pass --propose N as well")
+    if png is not None and not singles:
+        raise UsageError("--png is for --all-singles and --propose; leave it out")
+    if table is None and not singles:
         if mutant or target or offset is not None:
             raise UsageError(
                 "--mutant, --target and --offset are for tables of variants; name a table after the FASTA file"
@@ -293,9 +307,10 @@ def score(
         return
     if join is not None:
         raise UsageError("--join is for sequences of several chains, and variants have one chain; leave --join out")
-    if table is not None and all_singles:
-        raise UsageError("pass either a table of variants or --all-singles, not both")
+    if (table is not None and singles) or (all_singles and propose):
+        raise UsageError("pass one of a table of variants, --all-singles and --propose")
     how |= {"mutant": mutant, "target": target, "offset": "auto" if offset is None else offset}
+    how |= {"propose": propose, "sites": sites, "png": png}
     print(zero_shot.score_table(model, sequences, table, out, **how))
 
 

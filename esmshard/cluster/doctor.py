@@ -221,7 +221,8 @@ def _recipe(recipe: Recipe, cards: Sequence[Card], processes: int) -> Iterator[F
 
     name = recipe.model.name
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):  # check only the first fold
-        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"folds": FOLDS, "fold": 0})})
+        folds = recipe.data.folds or FOLDS
+        recipe = recipe.model_copy(update={"data": recipe.data.model_copy(update={"folds": folds, "fold": 0})})
     of_hub = recipe.init != "random" and (name in RELEASED or is_hub_name(name)) and not weights.place(name).exists()
     if of_hub and hub.find(name) is None:
         fix = f"esmshard download {name}, where there is internet"

@@ -104,7 +104,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         ),
         (
             on_each_fold and most > 1,
-            "--nodes: cross-validation of variants uses one node; leave it out, or set data.folds",
+            "--nodes: cross-validation of variants uses one node; leave it out, or set data.folds and data.fold",
         ),
         (
             resolved.adapt.method == "probe" and (most > 1 or (options.nproc or 1) > 1),
@@ -119,7 +119,7 @@ def finetune_job(recipe: str, overrides: Sequence[str], options: Options, site: 
         layout(resolved.parallel, nodes * nproc, nproc, "fp32")  # raises `UsageError` if the layout is impossible
     shipped = recipe in recipe_file.names() and not Path(recipe).expanduser().is_file()
     data = resolved.data
-    reads = [data.train, data.valid, data.test, data.labels, data.mask, data.complexes, data.clusters, data.table]
+    reads = [data.train, data.valid, data.test, data.labels, data.mask, data.complexes, data.clusters, *data.tables]
     reads += [data.wild_type, *(data.tracks or {}).values(), resolved.model.name]
     reads += [None if shipped else _absolute(str(path))]
     arguments = ["finetune", recipe if shipped else _absolute(str(path)), *overrides]

@@ -22,16 +22,17 @@ import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from Bio.Data.IUPACData import protein_letters_3to1_extended
 
 from esmshard.errors import InputError, UsageError
-from esmshard.io.sequences import read_fasta
+from esmshard.io.sequences import is_sequence_table, read_fasta
 from esmshard.io.symbols import Edits, nucleotides
 from esmshard.io.tables import Table, counted, first_three, listed, read_table, shown
 from esmshard.vocab import BETWEEN, RESIDUES, STANDARD, encode_residues
@@ -193,6 +194,8 @@ class Variants:
     """The number that was added to each position in the table."""
     left_out: dict[int, str]
     """The reason for each left-out row, by the row index in `table`."""
+    alignment: list[dict[str, Any]] = field(default_factory=list)
+    """How the values of several tables were aligned; see `plates.read_plates`."""
 
     def __len__(self) -> int:
         return len(self.mutations)
@@ -231,7 +234,8 @@ def read_variants(
 
     Args:
         path: the path of the table; see the function `tables.read_table`.
-        wild_type: the path of a FASTA file with one record (a Path), or the sequence in upper case (a str).
+        wild_type: the path of a FASTA file with one record, or of a table (see `protein_of_table`); or the sequence in
+            upper case (a str).
         mutant: the column of mutations; by default the only column with a name in MUTANT_COLUMNS, in upper or lower
             case. Without such a column, a column of sequences (SEQUENCE_COLUMNS) is compared with the wild type.
         targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. None reads no
@@ -249,38 +253,44 @@ def read_variants(
         UsageError: arguments contradict each other.
         InputError: the table or the wild type cannot be read, the table does not fit the wild type, or no row is left.
     """
+    reading = read_rows(path, wild_type, mutant, targets, offset, unusable, keep_synonymous)
+    return reading.merged(replicates)
+
+
+def read_rows(
+    path: Path,
+    wild_type: Path | str,
+    mutant: str | None = None,
+    targets: Sequence[str] | None = (),
+    offset: int | Literal["auto"] = 0,
+    unusable: Unusable = "error",
+    keep_synonymous: bool = False,
+) -> "Reading":
+    """Read the rows of a table of variants. For arguments and errors see `read_variants`."""
     table, notices = read_table(path), list[str]()
-    protein = wild_type if isinstance(wild_type, str) else protein_of(wild_type, notices)
+    if isinstance(wild_type, Path):
+        of_table = is_sequence_table(wild_type)
+        protein = protein_of_table(wild_type, table, mutant, notices) if of_table else protein_of(wild_type, notices)
+    else:
+        protein = wild_type
     name = "the wild type" if isinstance(wild_type, str) else str(wild_type)
-    reading = _Reading(table, protein, name, unusable, notices)
+    reading = Reading(table, protein, name, unusable, notices)
     column, has_sequences = (mutant, False) if mutant is not None else _column(table)
     if has_sequences and offset not in (0, "auto"):
         raise UsageError(f"{path}: offset shifts numbered mutations; leave it out, as {shown(column)} has sequences")
-    target_names, target_RT = reading.targets(targets)
+    reading.read_targets(targets)
     if has_sequences:
         reading.parse(column, functools.partial(compare, wild_type=protein))
-        shift = 0
     else:
         reading.parse(column, parse_variant)
-        shift = reading.place(offset)
+        reading.place(offset)
     reading.remove(lambda mutation: mutation.mutant == STOP, "a stop codon")
     if not keep_synonymous:
         reading.remove(lambda mutation: mutation.mutant == mutation.wild, "a synonymous change")
     if not reading.variants:
         reasons = "; ".join(notice.removeprefix(f"{path}: ") for notice in notices)
         raise InputError(f"{path}: no variant is left of {counted(len(table), 'row')} ({reasons})")
-    groups = reading.grouped(replicates)
-    return Variants(
-        wild_type=protein,
-        mutations=[mutations for mutations, _ in groups],
-        target_NT=_averaged(target_RT, [rows for _, rows in groups]),
-        target_names=target_names,
-        rows=[rows for _, rows in groups],
-        table=table,
-        notices=notices,
-        offset=shift,
-        left_out=reading.left_out,
-    )
+    return reading
 
 
 def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
@@ -295,7 +305,9 @@ def is_library(variants: Sequence[tuple[Mutation, ...]]) -> bool:
 
 
 @dataclass
-class _Reading:
+class Reading:
+    """The rows of a table of variants while they are read, before rows of the same variant are merged."""
+
     table: Table
     protein: str
     protein_name: str
@@ -304,9 +316,15 @@ class _Reading:
     left_out: dict[int, str] = field(default_factory=dict)
     variants: dict[int, tuple[Mutation, ...]] = field(default_factory=dict)
     """The mutations of each row that is not left out."""
+    target_names: tuple[str, ...] = ()
+    target_RT: npt.NDArray[np.float64] = field(default_factory=lambda: np.empty((0, 0)))
+    """The values of T targets in each row of the table."""
+    offset: int = 0
+    """The number that was added to each position in the table."""
 
     @property
     def max_unusable(self) -> float:
+        """The largest share of unusable rows that is not an error."""
         return MOST_UNUSABLE if self.unusable == "drop" else 0.0
 
     def note(self, rows: Sequence[int], what: str, verb: str) -> None:
@@ -328,13 +346,15 @@ class _Reading:
         self.variants = {row: variant for row, variant in self.variants.items() if row not in reason_of}
 
     def reasons(self, reason_of: dict[int, str]) -> str:
+        """Format the first three of the rows in `reason_of` with their reasons."""
         return first_three(list(reason_of), lambda row: f"{self.table.at(row)} {reason_of[row]}")
 
-    def targets(self, targets: Sequence[str] | None) -> tuple[tuple[str, ...], npt.NDArray[np.float64]]:
-        """Return the names of T targets, and their values, float64 [R, T]. Rows without any value are left out."""
+    def read_targets(self, targets: Sequence[str] | None) -> None:
+        """Read the values of T targets, and leave out rows without any value."""
         table = self.table
         if targets is None:
-            return (), np.empty((len(table), 0))
+            self.target_RT = np.empty((len(table), 0))
+            return
         names = tuple(targets)
         if not names:
             usual = table.only_column(TARGET_COLUMNS, NAME_TARGET)
@@ -355,7 +375,7 @@ class _Reading:
         self.note(incomplete, f"without a value in one of {', '.join(map(shown, names))}", "kept")
         why = f"without a value in {' or '.join(map(shown, names))}"
         self.leave_out(dict.fromkeys(np.flatnonzero(missing_RT.all(1)).tolist(), why), why)
-        return names, target_RT
+        self.target_names, self.target_RT = names, target_RT
 
     def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
         """Parse the cells of `column` with the function `read`, except in left-out rows. Rows that `read` refuses are
@@ -373,9 +393,9 @@ class _Reading:
             raise InputError(f"{self.table.path}: {share} cannot be used: {self.reasons(refused)}; {_HOW}")
         self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
 
-    def place(self, offset: int | Literal["auto"]) -> int:
-        """Add `offset` (for `auto`, a shift that fits the wild type) to all positions. Return the shift. Variants that
-        do not fit are left out. If their share is above `max_unusable`, `InputError` names the first three.
+    def place(self, offset: int | Literal["auto"]) -> None:
+        """Add `offset` (for `auto`, a shift that fits the wild type) to all positions. Leave out variants that do not
+        fit. If their share is above `max_unusable`, `InputError` names the first three.
         """
         path, protein, name = self.table.path, self.protein, self.protein_name
         counts = Counter(itertools.chain.from_iterable(self.variants.values()))
@@ -425,7 +445,7 @@ class _Reading:
             )
         self.leave_out(reasons(), f"with another residue than {name} has", each=True)
         self.variants = {row: renumbered(variant, shift) for row, variant in self.variants.items()}
-        return shift
+        self.offset = shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
         """Leave out (or refuse, if `unusable` is `error`) the rows that have a mutation for which `test` is true."""
@@ -438,7 +458,8 @@ class _Reading:
             )
         self.leave_out(dict.fromkeys(rows, what), f"with {what}")
 
-    def grouped(self, replicates: Replicates) -> list[tuple[tuple[Mutation, ...], tuple[int, ...]]]:
+    def merged(self, replicates: Replicates) -> Variants:
+        """Return the variants, after rows of the same variant were averaged, kept apart or refused."""
         table, groups = self.table, defaultdict[tuple[Mutation, ...], list[int]](list)
         for row, mutations in self.variants.items():
             groups[mutations].append(row)
@@ -449,9 +470,21 @@ class _Reading:
             if replicates == "error":
                 raise InputError(f"{table.path}: {rows_of}; set data.replicates=mean, or remove all but one row")
             self.notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {rows_of}")
+        pairs = [(mutations, tuple(rows)) for mutations, rows in groups.items()]
         if replicates == "keep":
-            return [(mutations, (row,)) for row, mutations in self.variants.items()]
-        return [(mutations, tuple(rows)) for mutations, rows in groups.items()]
+            pairs = [(mutations, (row,)) for row, mutations in self.variants.items()]
+        rows_N = [rows for _, rows in pairs]
+        return Variants(
+            wild_type=self.protein,
+            mutations=[mutations for mutations, _ in pairs],
+            target_NT=averaged(self.target_RT, rows_N),
+            target_names=self.target_names,
+            rows=rows_N,
+            table=table,
+            notices=self.notices,
+            offset=self.offset,
+            left_out=self.left_out,
+        )
 
 
 def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
@@ -469,6 +502,46 @@ def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
     if notices is not None:
         notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
     return records[0].sequence
+
+
+def protein_of_table(path: Path, measured: Table, mutant: str | None, notices: list[str]) -> str:
+    """Return the wild type of the table `measured` from the table at `path`, and append a sentence to `notices`.
+
+    - ProteinGym's reference file has the columns `DMS_id` and `target_seq`. The row of `measured` has its file name,
+      without the ending, in `DMS_id`, or with it in `DMS_filename`.
+    - In a table with mutations and mutated sequences, as ProteinGym's assays have them, substitutions are undone.
+
+    Raises `InputError` if there is no such row, or if the rows do not agree on the wild type.
+    """
+    table, fix = measured if path == measured.path else read_table(path), "set data.wild_type=wt.fasta, a FASTA file"
+    if "target_seq" in table.columns:
+        ids, name = table.column("DMS_id"), measured.path.name
+        rows = [row for row in range(len(table)) if name.startswith(f"{ids[row]}.")]
+        rows += [row for row, file in enumerate(table.columns.get("DMS_filename", ())) if file == name]
+        if not rows:
+            raise InputError(f"{path}: no DMS_id is the name of {name} without its ending; rename {name}, or {fix}")
+        protein = table.columns["target_seq"][rows[0]].upper()
+        if not protein or set(protein) - _WILD:
+            raise InputError(f"{table.where(rows[0])}: 'target_seq' is no sequence of residues; {fix}")
+        notices.append(f"{path}: the wild type is 'target_seq' of {ids[rows[0]]} ({table.at(rows[0])})")
+        return protein
+    mutant = mutant or table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
+    sequences = table.only_column(SEQUENCE_COLUMNS, "rename one of them")
+    if mutant is None or sequences is None:
+        raise InputError(f"{path}: tells no wild type, as it lacks mutations or mutated sequences; {fix}")
+    row_of = dict[str, int]()
+    for row, (cell, sequence) in enumerate(zip(table.column(mutant), table.columns[sequences], strict=True)):
+        with suppress(RefusedVariant):  # `Reading.parse` reports such cells
+            letters = list(sequence.upper())
+            for place, wild, letter in parse_variant(cell):
+                if letters[place : place + 1] != [letter]:
+                    raise InputError(f"{table.where(row)}: {shown(cell)} does not fit {shown(sequences)}; {fix}")
+                letters[place] = wild
+            row_of.setdefault("".join(letters), row)
+    if len(row_of) != 1:
+        raise InputError(f"{path}: rows have different wild types ({first_three([*row_of.values()], table.at)}); {fix}")
+    notices.append(f"{path}: the wild type follows from {shown(mutant)} and {shown(sequences)}")
+    return next(iter(row_of))
 
 
 def _column(table: Table) -> tuple[str, bool]:
@@ -504,7 +577,7 @@ def _best_shift(counts: Counter[Mutation], protein: str) -> tuple[int, int, int]
     return best - highest, int(mutations_S[best]), int(sites_S[best]) if 2 * others <= sites_S[best] else 0
 
 
-def _averaged(target_RT: npt.NDArray[np.float64], rows_N: list[tuple[int, ...]]) -> npt.NDArray[np.float64]:
+def averaged(target_RT: npt.NDArray[np.float64], rows_N: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
     """Average the target values of each variant over its rows, float64 [N, T]; NaN if no row has a value."""
     group_R = np.repeat(np.arange(len(rows_N)), [len(rows) for rows in rows_N])
     values_RT = target_RT[[row for rows in rows_N for row in rows]]

@@ -1,8 +1,8 @@
-"""Draws maps of residue pairs with matplotlib (install the extra `plots`), as one PNG file for each record."""
+"""Draws maps with matplotlib (install the extra `plots`): residue pairs of a record, and substitutions of a protein."""
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.labels.coordinates import MIN_SEPARATION
+from esmshard.data.variants import Mutation
 from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import scratch_directory
 
@@ -21,6 +22,11 @@ SIDE = 2400
 a square of pairs, so that no contact is lost."""
 HIT, MISSED, WRONG = "#0072b2", "0.72", "#d55e00"
 """The colours of predicted contacts, missed contacts (grey) and wrong predictions; palette of Okabe and Ito."""
+
+LETTERS = "GAVLIMCFYWPSTNQHKRDE"
+"""The rows of a substitution map, in groups of amino acids: aliphatic, aromatic, proline, polar, positive, negative."""
+BLOCK = 100
+"""The maximum number of positions in one block of a substitution map."""
 
 
 def check(folder: Path, *, overwrite: bool) -> None:
@@ -183,3 +189,94 @@ def _divide(axes: Any, chains: Sequence[int]) -> None:
     axes.set_yticks(ticks, names)
     axes.set_xlabel("chain: residue")
     axes.set_ylabel("chain: residue")
+
+
+def substitution_grid(
+    mutations: Sequence[Mutation], values: Sequence[float] | npt.NDArray[np.float64], first: int, last: int
+) -> npt.NDArray[np.float64]:
+    """Arrange the values of single substitutions at the positions `first` to `last` in an array, float64 [A, P], with a
+    row for each of LETTERS. Missing values are NaN.
+    """
+    grid_AP = np.full((len(LETTERS), last - first + 1), np.nan)
+    for mutation, value in zip(mutations, values, strict=True):
+        if first <= mutation.position <= last and mutation.mutant in LETTERS:
+            grid_AP[LETTERS.index(mutation.mutant), mutation.position - first] = value
+    return grid_AP
+
+
+def draw_substitutions(
+    protein: str,
+    mutations: Sequence[Mutation],
+    value_N: npt.NDArray[np.float64],
+    chosen: Collection[Mutation],
+    label: str,
+) -> bytes:
+    """Draw the values of N single substitutions of a protein, and return the content of a PNG file.
+
+    The map has the positions from the first to the last substitution. Crosses mark the `chosen` substitutions, and the
+    colour scale ends at the 2nd and the 98th percentile. `label` says what the values are.
+    """
+    places = [mutation.position for mutation in mutations]
+    first, last = min(places), max(places)
+    wild_P = np.array([LETTERS.find(letter) for letter in protein[first : last + 1]])
+    limits = np.percentile(value_N, [2, 98]).tolist()
+    figure_of, settings = matplotlib_figure()
+    with settings:
+        lines = -(-len(wild_P) // BLOCK)
+        figure = figure_of(figsize=(10, 0.3 + 2.3 * lines), layout="constrained", dpi=LEAST_DPI)
+        grid_AP = substitution_grid(mutations, value_N, first, last)
+        draw_substitution_map(figure, grid_AP, first + 1, wild_P, LETTERS, (limits[0], limits[1]), label)
+        for axes in figure.axes[:lines]:
+            marks = [(m.position + 1, LETTERS.index(m.mutant)) for m in chosen]
+            axes.plot(*np.array(marks).reshape(-1, 2).T, "x", color=WRONG, markersize=5, markeredgewidth=1.5)
+        out = io.BytesIO()
+        figure.savefig(out, format="png", facecolor="white")
+    return out.getvalue()
+
+
+def draw_substitution_map(
+    figure: Any,
+    value_AP: npt.NDArray[np.float64],
+    first: int,
+    wild_P: npt.NDArray[np.int64],
+    letters: str,
+    limits: tuple[float, float],
+    label: str,
+) -> None:
+    """Draw a substitution map on an empty figure of matplotlib. Letters are rows, positions are columns, and a long
+    protein is divided into blocks, one below the other.
+
+    Args:
+        figure: the figure.
+        value_AP: the value of each letter at each position; NaN for a missing value.
+        first: the number of the first position.
+        wild_P: the row of the wild type's letter at each position, which gets a dot; -1 if unknown.
+        letters: the A letters of the rows.
+        limits: the values at the ends of the colour scale.
+        label: the label of the colour scale.
+    """
+    positions = value_AP.shape[1]
+    lines = -(-positions // BLOCK)
+    width = -(-positions // lines)
+    blocks = figure.subplots(lines, squeeze=False)[:, 0]
+    for line, axes in enumerate(blocks):
+        begin, end = first + line * width, first + min((line + 1) * width, positions)
+        part = slice(begin - first, end - first)
+        image = axes.imshow(
+            np.ma.masked_invalid(value_AP[:, part]),
+            extent=(begin - 0.5, end - 0.5, len(letters) - 0.5, -0.5),
+            vmin=limits[0],
+            vmax=limits[1],
+            aspect="auto",
+            interpolation="nearest",
+            cmap="viridis",
+        )
+        known = wild_P[part] >= 0
+        axes.plot(np.arange(begin, end)[known], wild_P[part][known], "k.", markersize=3)
+        axes.set_xlim(begin - 0.5, begin + max(width, BLOCK // 3) - 0.5)  # limits the width of a cell
+        axes.set_yticks(range(len(letters)), list(letters))
+        axes.grid(visible=False)
+        axes.set_facecolor("0.8")  # The grey is visible where a substitution has no value.
+        axes.tick_params(length=0, labelsize=6.5)
+    bar = figure.colorbar(image, ax=blocks, extend="both", pad=0.01, fraction=0.02, label=label)
+    bar.solids.set_rasterized(True)

@@ -8,6 +8,7 @@ import json
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,7 +22,7 @@ from esmshard.data.tracks import protein_tracks, track_files, with_paths
 from esmshard.data.variants import TARGET_COLUMNS, protein_of
 from esmshard.devices import DeviceName, chosen_device
 from esmshard.errors import InputError, UsageError, writing
-from esmshard.io.paths import replace_json, without_directories
+from esmshard.io.paths import replace_json, replacing, without_directories
 from esmshard.io.store import linker_of
 from esmshard.io.tables import Table, counted
 from esmshard.io.writers import GROUP_ROWS, TableWriter, check, facts_file, library, text
@@ -29,7 +30,9 @@ from esmshard.model import weights
 from esmshard.model.families.family_registry import FAMILIES, family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import Weights
+from esmshard.predict import proposals
 from esmshard.predict.heads import read_input
+from esmshard.predict.pictures import draw_substitutions, matplotlib_figure
 from esmshard.predict.variants import (
     Variant,
     VariantRows,
@@ -120,6 +123,9 @@ def score_table(
     out: Path,
     *,
     method: Method = "masked-marginals",
+    propose: int | None = None,
+    sites: str | None = None,
+    png: Path | None = None,
     mutant: str | None = None,
     target: str | None = None,
     offset: int | Literal["auto"] = "auto",
@@ -135,6 +141,9 @@ def score_table(
     scored because`. With several models the score is the mean over the models, and the column `METHOD_sd` has the
     standard deviation. A row that cannot be scored, such as a stop codon, stays in the file and has an empty score.
 
+    With `propose`, the file has only the wild type and the chosen single substitutions: a first plate to measure, which
+    `finetune` reads after a column of measured values was added.
+
     If the table has measured values, the message has Spearman's correlation with its interval, or the reason why the
     correlation is undefined. The file `OUT.json` records the method, the offset of the numbering, and notices.
 
@@ -144,6 +153,9 @@ def score_table(
         table: the table of variants; None for all single substitutions.
         out: the `.csv` file to write.
         method: the name of a method; see `score`.
+        propose: how many single substitutions to choose, without a table; see `proposals.choose`.
+        sites: the positions that chosen substitutions may change, divided by commas; by default all.
+        png: a PNG file to write, with a map of all scored single substitutions; without a table.
         mutant: the column with the mutations; see `read_variants`.
         target: the column of measured values; by default the only column with a name in TARGET_COLUMNS.
         offset: the number that is added to the positions of the table; see `read_variants`.
@@ -155,15 +167,24 @@ def score_table(
     """
     if out.suffix != ".csv":
         raise UsageError(f"{out}: scores are written as .csv; give the file that ending")
-    check(out, facts_file(out), overwrite=overwrite)
+    check(out, facts_file(out), *([] if png is None else [png]), overwrite=overwrite)
+    if png is not None:
+        matplotlib_figure()
     names, column, tracks = [model, *ensemble], method.replace("-", "_"), tracks or {}
     if table is not None:
         rows = read_rows(table, wild_type, mutant, offset)
     else:
-        rows = listed(protein := protein_of(wild_type), single_substitutions(protein))
+        protein = protein_of(wild_type)
+        allowed = range(len(protein)) if sites is None else _positions(sites, len(protein))
+        singles = [variant for variant in single_substitutions(protein) if variant[0].position in allowed]
+        rows = listed(protein, [*([()] if propose else []), *singles])
     rows.columns.pop(NOT_SCORED, None)  # a table may already have the scores of another method
     check_new(out, rows.columns, [column, *([f"{column}_sd"] if ensemble else [])])
     rows = rows.leave_out(not_of_the_20, "not scored")
+    if propose and propose >= len(rows.mutations):
+        raise UsageError(
+            f"--propose {propose}: only {len(rows.mutations) - 1:,} substitutions can be scored; pass fewer"
+        )
     measured = None if rows.table is None else _measured(rows.table, target)
     value_N = np.empty(0) if measured is None else rows.measured(measured)
     opened, window = _open(names, window, tracks)
@@ -178,19 +199,47 @@ def score_table(
         opened, chosen_device(device), lambda esm: score(esm, rows.protein, rows.mutations, method, window, values)
     )
     check_finite(score_MN, ", ".join(names))
+    facts: dict[str, Any] = {}
+    single_N = [n for n, variant in enumerate(rows.mutations) if variant]
+    picture = (rows.protein, [rows.mutations[n][0] for n in single_N], score_MN.mean(0)[single_N])
+    if propose:
+        how: dict[str, Any] = {"count": propose, "kappa": proposals.KAPPA, "diversity": proposals.DIVERSITY}
+        chosen = proposals.choose(values_MN=score_MN[:, 1:], variants=rows.mutations[1:], **how)
+        facts["proposed"] = how | {"candidates": len(rows.mutations) - 1, "sites": sites or "all"}
+        order = [0, *(n + 1 for n in chosen)]
+        rows = replace(listed(rows.protein, [rows.mutations[n] for n in order]), notices=rows.notices)
+        score_MN = score_MN[:, order]
     new = {column: _cells(rows, score_MN.mean(0))}
     if ensemble:
         new[f"{column}_sd"] = _cells(rows, score_MN.std(0, ddof=1))
-    new[NOT_SCORED] = [rows.left_out.get(row, "") for row in range(len(new[column]))]
+    if not propose:
+        new[NOT_SCORED] = [rows.left_out.get(row, "") for row in range(len(new[column]))]
     message = None if measured is None else _agreement(rows, score_MN.mean(0), measured, value_N)
-    facts: dict[str, Any] = {"model": model, "ensemble": list(ensemble), "device": str(chosen_device(device))}
+    facts |= {"model": model, "ensemble": list(ensemble), "device": str(chosen_device(device))}
     facts |= {"wild_type": str(wild_type), "table": None if table is None else str(table), "tracks": dict(tracks)}
     facts |= {"method": method, "window": window, "offset": rows.offset, "rows": len(new[column])}
     facts |= {"scored": len(rows.rows), "notices": notices, "compared": message}
     write_table(out, rows.columns, new, facts)
+    if png is not None:
+        marked = {variant[0] for variant in rows.mutations if variant} if propose else ()
+        with writing(png), replacing(png, binary=True) as file:
+            file.write(draw_substitutions(*picture, marked, column))
+    if propose:
+        return f"{out}: the wild type and {propose:,} of {counted(len(single_N), 'single substitution')}"
     variants = len(set(rows.mutations))
     rows_of = "" if len(rows.rows) == variants else f"{counted(len(rows.rows), 'row')} of "
     return f"{out}: {rows_of}{counted(variants, 'variant')}" + (f"; {message}" if message else "")
+
+
+def _positions(sites: str, length: int) -> set[int]:
+    """Convert positions such as `39,40,41`, which count from 1, to positions that count from 0."""
+    try:
+        places = {int(word) - 1 for word in sites.split(",")}
+    except ValueError:
+        raise UsageError(f"--sites {sites}: is not a list of positions; pass positions as 39,40,41") from None
+    if missing := [place + 1 for place in sorted(places) if not 0 <= place < length]:
+        raise UsageError(f"--sites {sites}: {missing[0]} is not in the wild type, which has {length:,} residues")
+    return places
 
 
 def _measured(table: Table, target: str | None) -> str | None:

@@ -72,16 +72,16 @@ def opened(path: Path, overrides: Sequence[str] = ()) -> Tree:
     for override in overrides:
         tree.override(override)
     _make_room(tree, path)
-    for node, keys in list(_paths(tree.node)):
+    for node, place, keys in list(_paths(tree.node)):
         is_typed = keys == ("out",) or tree.override_of(keys) is not None
-        _expand(tree, node, keys, Path.cwd() if is_typed else path.parent)
+        _expand(tree, node, place, keys, Path.cwd() if is_typed else path.parent)
     return tree
 
 
 def _make_room(tree: Tree, path: Path) -> None:
     """Remove keys of the recipe file that contradict an override. If an override sets one of two keys in TWO_WAYS,
     remove the other key. If an override sets `data.train` to the user's own data, remove sample data and placeholders
-    from `data.valid` and `data.test`.
+    from `data.valid` and `data.test`, and so for `data.table` and `data.wild_type`.
     """
     for section, *keys in TWO_WAYS:
         node = tree.node.get(section)
@@ -90,19 +90,22 @@ def _make_room(tree: Tree, path: Path) -> None:
             if overridden and (section, other) not in tree.overrides:
                 node.pop(other, None)
     data = tree.node.get("data")
-    if isinstance(data, dict) and ("data", "train") in tree.overrides and not _is_sample(data.get("train")):
-        for key in ("valid", "test"):
-            has_placeholder = _is_sample(data.get(key)) or path.parent == shipped("recipes")
-            if ("data", key) not in tree.overrides and has_placeholder:
-                data.pop(key, None)
+    for first, *others in (("train", "valid", "test"), ("table", "wild_type")) if isinstance(data, dict) else ():
+        if ("data", first) in tree.overrides and not _is_sample(data.get(first)):
+            for key in others:
+                has_placeholder = _is_sample(data.get(key)) or path.parent == shipped("recipes")
+                if ("data", key) not in tree.overrides and has_placeholder:
+                    data.pop(key, None)
 
 
 def _is_sample(value: object) -> bool:
     return str(value).startswith("sample:")
 
 
-def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
-    """For each path in a recipe, yield the section with the path, and the keys of the path: `("data", "train")`."""
+def _paths(recipe: Any) -> Iterator[tuple[Any, Any, tuple[str, ...]]]:
+    """For each path in a recipe, yield the section or list with the path, the path's key or index there, and the keys
+    of the path in the recipe: `("data", "train")`.
+    """
     data = recipe.get("data")
     tracks = data.get("tracks") if isinstance(data, dict) else None
     names = [name for name in tracks if isinstance(name, str)] if isinstance(tracks, dict) else []
@@ -110,8 +113,11 @@ def _paths(recipe: Any) -> Iterator[tuple[dict[str, Any], tuple[str, ...]]]:
         node = recipe
         for key in keys[:-1]:
             node = node.get(key) if isinstance(node, dict) else None
-        if isinstance(node, dict) and isinstance(node.get(keys[-1]), str):
-            yield node, keys
+        value = node.get(keys[-1]) if isinstance(node, dict) else None
+        if isinstance(value, str):
+            yield node, keys[-1], keys
+        elif keys == ("data", "table") and isinstance(value, list):
+            yield from ((value, n, keys) for n, item in enumerate(value) if isinstance(item, str))
 
 
 def checked(tree: Tree) -> Recipe:
@@ -133,11 +139,11 @@ def for_others(recipe: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     directories. The path of the model becomes relative to `directory`.
     """
     shared = deepcopy(dict(recipe))
-    for section, keys in _paths(shared):
-        value = section[keys[-1]]
+    for section, place, keys in _paths(shared):
+        value = section[place]
         if not _is_sample(value):
             is_model = keys == ("model", "name")
-            section[keys[-1]] = shared_place(value, directory) if is_model else Path(value).name or value
+            section[place] = shared_place(value, directory) if is_model else Path(value).name or value
     return shared
 
 
@@ -176,11 +182,11 @@ def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix, node
 
 
-def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path) -> None:
-    """Expand `${VAR}` and `~` in the path `node[keys[-1]]`, and make it absolute from `base`. Names of samples and
-    models do not change. Add problems to `tree`.
+def _expand(tree: Tree, node: Any, place: Any, keys: tuple[str, ...], base: Path) -> None:
+    """Expand `${VAR}` and `~` in the path `node[place]`, and make it absolute from `base`. Names of samples and models
+    do not change. Add problems to `tree`.
     """
-    text, key, problem = str(node[keys[-1]]), ".".join(keys), None
+    text, key, problem = str(node[place]), ".".join(keys), None
     for name in re.findall(r"\$\{(\w+)\}", text):
         if not re.fullmatch(HARMLESS, name):
             problem = (
@@ -208,4 +214,4 @@ def _expand(tree: Tree, node: dict[str, Any], keys: tuple[str, ...], base: Path)
     )
     if url is None and not is_name:
         url = os.path.abspath(base / Path(text).expanduser())  # noqa: PTH100  # does not resolve links
-    node[keys[-1]] = url or text
+    node[place] = url or text

@@ -103,10 +103,16 @@ class DataSettings(Settings):
     """The validation records, on which the model is tested during training. By default, the same file as `train`."""
     test: str | None = None
     """The test records, on which the model is tested once after training. By default, the same file as `train`."""
-    table: str | None = None
-    """For task `variant`: a table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md)."""
+    table: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] | None = None
+    """For task `variant`: a table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). A
+    list of tables, in the order of their measurement, is read as one table."""
+    align: Literal["shift", "none"] | None = None
+    """For a list of tables: how to align their values. `shift`, the default, shifts each later table by the median
+    difference of the variants that earlier tables contain too, such as the wild type. With `transform` log, the values
+    are multiplied by the median ratio. `none` uses the values as they are."""
     wild_type: str | None = None
-    """For task `variant`: the FASTA file with the wild type of the protein in `table`."""
+    """For task `variant`: the FASTA file with the wild type of the protein in `table`, or ProteinGym's reference file
+    (`DMS_id`, `target_seq`). By default, the columns `mutant` and `mutated_sequence` of `table` tell the wild type."""
     mutant: str | None = None
     """The column of `table` with the mutations. By default, a column with a usual name, such as `mutant`."""
     offset: Annotated[int, Field(ge=-(10**6), le=10**6)] | Literal["auto"] | None = None
@@ -157,12 +163,13 @@ class DataSettings(Settings):
     """Tracks are inputs for each residue that some models, such as ESM3, read in addition to the amino acid
     (docs/tracks.md). Write the name and the path of each track, such as {3di: letters.fasta}. If the data are
     structures, write {coordinates: inside}."""
-    folds: int | None = Field(None, ge=3, le=10**4)
+    folds: Annotated[int, Field(ge=3, le=10**4)] | Annotated[str, Field(min_length=1)] | None = None
     """For cross-validation: the number of parts into which `train`, or `table`, is divided. One part is the test set.
     For a table, or if `valid` names the same file as `train`, the next part is the validation set. The option `--folds`
-    sets this key and `fold` for each run. To train a single run, set both keys yourself."""
-    fold: int = Field(0, ge=0)
-    """Which part is the test set, from 0 to `folds` - 1."""
+    sets this key and `fold` for each run. To train a single run, set both keys yourself. For task `variant`, `folds`
+    may also be a column of `table` with the part of each row, such as `fold_random_5` of ProteinGym."""
+    fold: int | None = Field(None, ge=0)
+    """Which part is the test set, from 0 to `folds` - 1. With a column of parts, the default is a run for each part."""
     clusters: str | None = None
     """The `_cluster.tsv` file of MMseqs2 for the training records. All records of a cluster are then in the same part
     of `folds`. By default, only equal sequences are kept in the same part."""
@@ -175,15 +182,20 @@ class DataSettings(Settings):
     max_length: int = Field(1022, ge=8, le=10**6)
     """The maximum number of residues in a training record. The key `long` says what to do with longer records."""
 
+    @property
+    def tables(self) -> tuple[str, ...]:
+        """The paths in `table`."""
+        return (self.table,) if isinstance(self.table, str) else self.table or ()
+
     @field_validator("fold")
     @classmethod
-    def _of_folds(cls, fold: int, info: ValidationInfo) -> int:
-        if "folds" not in info.data:  # the value of `folds` has been refused
+    def _of_folds(cls, fold: int | None, info: ValidationInfo) -> int | None:
+        if "folds" not in info.data or isinstance(info.data["folds"], str):  # refused, or the table has the number
             return fold
         folds = info.data["folds"]
         if fold and folds is None:
             raise ValueError("needs data.folds, which the recipe does not have; add data.folds, or remove data.fold")
-        if folds is not None and fold >= folds:
+        if folds is not None and fold is not None and fold >= folds:
             raise ValueError(f"is {fold}, but data.folds is {folds}; set data.fold from 0 to {folds - 1}")
         return fold
 
@@ -255,8 +267,21 @@ def suiting(data: DataSettings, task: TaskSettings) -> DataSettings:
             reason = f"crop may cut off the cause of a protein's label; choose {task.instead_of_crop}"
             raise Clash("long", reason)
         data = data.model_copy(update={"long": "full"})
+    if task.reads_table and data.wild_type is None:
+        data = data.model_copy(update={"wild_type": next(iter(data.tables), None)})
+    if data.align is not None and len(data.tables) < 2:
+        raise Clash("align", "is for a list of tables in data.table; remove it, or write data.table=[a.csv, b.csv]")
+    if len(data.tables) > 1 and data.align is None:
+        data = data.model_copy(update={"align": "shift"})
+    if isinstance(data.folds, str):
+        if not task.reads_table:
+            raise Clash("folds", f"{data.folds} is no number, and only data.table has columns of folds; write a number")
+        if data.split is not None:
+            reason = f"{data.split} divides the table, but so does the column {data.folds} of data.folds"
+            raise Clash("split", f"{reason}; remove one of them")
+        return task.suit(data).model_copy(update={"split": None})
     data = task.suit(data)
-    if data.folds is not None and "fold" not in data.model_fields_set:
+    if isinstance(data.folds, int) and data.fold is None:
         raise Clash(
             "folds",
             f"makes {data.folds} parts, but data.fold does not say which part is the test set; set data.fold from 0 to "
@@ -590,5 +615,5 @@ class Recipe(Settings):
 
     @property
     def divides_table(self) -> bool:
-        """Whether `finetune` itself divides a table of variants into sets. It does this if `data.folds` is not set."""
-        return self.task.reads_table and self.data.folds is None
+        """Whether `finetune` itself makes all runs on a table of variants. With `data.fold` the recipe is one run."""
+        return self.task.reads_table and (self.data.folds is None or self.data.fold is None)

@@ -31,8 +31,6 @@ POINTS = 400
 """The maximum number of points of a curve. A chart is too narrow for more points."""
 RASTER = 1500
 """The maximum number of dots that are drawn as SVG, with 100 bytes for each dot. More dots are drawn as one image."""
-BLOCK = 100
-"""The maximum number of positions in one block of a substitution map."""
 LONGEST_MAP = 512
 """The maximum length, in residues, of proteins whose contact maps are drawn. Larger maps are unreadable."""
 
@@ -182,46 +180,10 @@ def learning_curve(axes: Any, sizes: Sequence[int], methods: Mapping[str, Mappin
 def heat_map(
     value_AP: Values, first: int, wild_P: npt.NDArray[np.int64], letters: str, limits: tuple[float, float], label: str
 ) -> str:
-    """Return a substitution map as a data URI. Letters are rows, positions are columns, and a long protein is divided
-    into blocks, one below the other.
-
-    Args:
-        value_AP: the value of each letter at each position; NaN for a missing value.
-        first: the number of the first position.
-        wild_P: the row of the wild type's letter at each position, which gets a dot; -1 if unknown.
-        letters: the A letters of the rows.
-        limits: the values at the ends of the colour scale.
-        label: the label of the colour scale.
-    """
-
-    def draw(figure: Any) -> None:
-        blocks = figure.subplots(lines, squeeze=False)[:, 0]
-        for line, axes in enumerate(blocks):
-            begin, end = first + line * width, first + min((line + 1) * width, positions)
-            part = slice(begin - first, end - first)
-            image = axes.imshow(
-                np.ma.masked_invalid(value_AP[:, part]),
-                extent=(begin - 0.5, end - 0.5, len(letters) - 0.5, -0.5),
-                vmin=limits[0],
-                vmax=limits[1],
-                aspect="auto",
-                interpolation="nearest",
-                cmap="viridis",
-            )
-            known = wild_P[part] >= 0
-            axes.plot(np.arange(begin, end)[known], wild_P[part][known], "k.", markersize=3)
-            axes.set_xlim(begin - 0.5, begin + max(width, BLOCK // 3) - 0.5)  # limits the width of a cell
-            axes.set_yticks(range(len(letters)), list(letters))
-            axes.grid(visible=False)
-            axes.set_facecolor("0.8")  # The grey is visible where a substitution has no value.
-            axes.tick_params(length=0, labelsize=6.5)
-        bar = figure.colorbar(image, ax=blocks, extend="both", pad=0.01, fraction=0.02, label=_short(label))
-        bar.solids.set_rasterized(True)
-
-    positions = value_AP.shape[1]
-    lines = -(-positions // BLOCK)
-    width = -(-positions // lines)
-    return _svg(draw, height=0.3 + 2.3 * lines, width=10)
+    """Return a substitution map as a data URI. For the arguments see `pictures.draw_substitution_map`."""
+    lines = -(-value_AP.shape[1] // pictures.BLOCK)
+    values = (value_AP, first, wild_P, letters, limits, _short(label))
+    return _svg(lambda figure: pictures.draw_substitution_map(figure, *values), height=0.3 + 2.3 * lines, width=10)
 
 
 def _short(text: str, most: int = 50) -> str:

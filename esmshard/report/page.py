@@ -20,6 +20,7 @@ from esmshard.data.variants import Mutation, parse_variant
 from esmshard.errors import InputError, reading, writing
 from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
 from esmshard.io.tables import counted
+from esmshard.predict.pictures import LETTERS, substitution_grid
 from esmshard.predict.variants import better_baseline, rows_of_run
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file, sweep_file
@@ -36,8 +37,6 @@ from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of,
 RANKED = "ranked.csv"
 MOST_TARGETS = 6
 """The maximum number of targets that get a chart."""
-LETTERS = "GAVLIMCFYWPSTNQHKRDE"
-"""The rows of a substitution map, in groups of amino acids: aliphatic, aromatic, proline, polar, positive, negative."""
 MOST_POSITIONS = 1000
 """The maximum number of positions in a substitution map."""
 BEST = 20
@@ -277,7 +276,10 @@ def variants_page(run: Path) -> dict[str, Any]:
     targets = targets or [joint["targets"]]
     pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
     ranked = _ranked(run / RANKED)
-    options = ["--folds", str(folds)] if folds else []
+    # The recipe of a run selects one fold. These options select all folds again.
+    of_column = isinstance(summary["recipe"]["data"]["folds"], str)
+    options = [] if of_column else ["data.folds=null"]
+    options += ["data.fold=null"] + (["--folds", str(folds)] if folds and not of_column else [])
     options += ["--seeds", str(len(joint["seeds"]))] if len(joint["seeds"]) > 1 else []
     return {
         "summary": summary,
@@ -305,8 +307,7 @@ def variants_page(run: Path) -> dict[str, Any]:
         "better": better_baseline(summary),
         "run": shlex.quote(run.resolve().name),
         "recipe_text": _recipe_text(summary["recipe_yaml"]),
-        # The recipe of a run selects one fold. These options select all folds again.
-        "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, "data.folds=null", "data.fold=0", *options),
+        "command": _command(run, f"{summary['runs'][0]}/recipe.yaml", 1, *options),
     }
 
 
@@ -367,9 +368,11 @@ def _maps(
     singles = [n for n, variant in enumerate(mutations) if len(variant) == 1]
     figures = []
     for t, name in enumerate(targets[:MOST_TARGETS]):
-        grids = {"measured": _grid([mutations[n][0] for n in singles], measured_NT[singles, t], first, last)}
+        grids = {
+            "measured": substitution_grid([mutations[n][0] for n in singles], measured_NT[singles, t], first, last)
+        }
         if ranked and t < len(ranked["values"]):
-            grids["predicted"] = _grid(ranked["mutations"], ranked["values"][t], first, last)
+            grids["predicted"] = substitution_grid(ranked["mutations"], ranked["values"][t], first, last)
         values = np.concatenate([grid_AP[np.isfinite(grid_AP)] for grid_AP in grids.values()])
         for what, grid_AP in grids.items():
             if count := int(np.isfinite(grid_AP).sum()):
@@ -377,15 +380,6 @@ def _maps(
                 label = f"{what} {name}"
                 figures.append((charts.heat_map(grid_AP, first + 1, wild_P, LETTERS, (low, high), label), label, count))
     return {"figures": figures, "first": first + 1, "last": last + 1, "end": max(changed) + 1}
-
-
-def _grid(mutations: Sequence[Mutation], values: Sequence[float] | Values, first: int, last: int) -> Values:
-    """Arrange the values of single substitutions in an array [letters, positions]. Missing values are NaN."""
-    grid_AP = np.full((len(LETTERS), last - first + 1), np.nan)
-    for mutation, value in zip(mutations, values, strict=True):
-        if first <= mutation.position <= last and mutation.mutant in LETTERS:
-            grid_AP[LETTERS.index(mutation.mutant), mutation.position - first] = value
-    return grid_AP
 
 
 def _learning_curve(path: Path) -> dict[str, Any] | None:

@@ -17,7 +17,15 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.splits.assignment import LEFT_OUT
-from esmshard.data.splits.variant_records import FOLDS, LEFT_OUT_WHY, OUT_OF_FOLD, divide, table_of
+from esmshard.data.splits.variant_records import (
+    LEFT_OUT_WHY,
+    OUT_OF_FOLD,
+    count_folds,
+    divide,
+    lacking,
+    shares_positions,
+    table_of,
+)
 from esmshard.data.variants import name_of, parse_variant
 from esmshard.errors import UsageError
 from esmshard.io.paths import read_json, replace_json, replacing
@@ -65,19 +73,21 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
 
     `seeds` is the number of random seeds, which count up from `train.seed`. `folds` is the number of folds, which are
     the same for all seeds. A table of variants has FOLDS folds by default, but none if `data.split` is `mutations` or
-    `given`. Raises `UsageError` if folds are requested and the recipe has the key `data.folds`.
+    `given`; `data.folds` may name its column of folds. Raises `UsageError` if folds are requested, and the recipe has
+    the key `data.folds`.
     """
+    if folds and recipe.data.folds is not None:
+        raise UsageError("--folds makes a run for each fold, but data.folds divides the data too; remove one of them")
     if recipe.divides_table and recipe.data.split not in ("mutations", "given"):
-        folds = folds or FOLDS
+        folds = folds or count_folds(recipe.data)
     if seeds == 1 and not folds and not recipe.divides_table:
         return []
-    if folds and recipe.data.folds is not None:
-        raise UsageError("--folds makes a run for each fold, and data.folds is for one fold; remove that key")
     runs: list[Repeat] = []
     for seed in range(recipe.train.seed, recipe.train.seed + seeds):
         for fold in range(folds) if folds else [None]:
             out = Path(recipe.out) / (f"seed-{seed}" + ("" if fold is None else f"-fold-{fold}"))
-            fold_overrides = () if fold is None else (f"data.folds={folds}", f"data.fold={fold}")
+            number = () if recipe.data.folds else (f"data.folds={folds}",)  # the recipe has a column of folds, or none
+            fold_overrides = () if fold is None else (*number, f"data.fold={fold}")
             runs.append(Repeat(out, (f"train.seed={seed}", f"out={out}", *fold_overrides)))
     return runs
 
@@ -214,9 +224,12 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         for method, predicted_SNT in predicted.items()
     }
     units, resamples = counted(count_units(len(ids), block_N), unit), len(ours) - 1
-    caution = "" if recipe.data.split != "random" else "; with random folds, test positions also occur in training"
+    summary, split = read_json(out / SUMMARY), recipe.data.split or recipe.data.folds
+    data = recipe.data.model_copy(update={"folds": recipe.data.folds or summary["folds"]})
+    mixed = split not in ("mutations", "given") and shares_positions(data)
+    caution = "; test positions also occur in training" if mixed else ""
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
-    text = Comparison(metric, intervals, gains).verdict(f"paired over {units}; split {recipe.data.split}{caution}")
+    text = Comparison(metric, intervals, gains).verdict(f"paired over {units}; split {split}{caution}")
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
     joint: dict[str, Any] = {
         "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
@@ -227,11 +240,13 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "unit": unit,
         "variants": len(ids),
         "positions": len({mutation.position for variant in variants for mutation in variant}),
-        "split": recipe.data.split,
+        "split": split,
         "seeds": list(by_seed),
         "metrics": {method: asdict(value) for method, value in intervals.items()},
         "differences": {method: asdict(gain) for method, gain in gains.items()},
         "of_each_seed": each,
+        # ProteinGym's tables compare the predictions of all folds, although each fold has another model.
+        "over_all_folds": {m: _spearman(x_NT, measured_NT, np.zeros_like(fold_N)) for m, x_NT in mean.items()},
         "best": {
             "target": names[0],
             "lower_is_better": lower,
@@ -241,11 +256,11 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
             "mean_of_all": metrics.mean(measured_NT[:, 0]),
         },
     }
-    summary = read_json(out / SUMMARY)
     summary |= {
+        "folds": count_folds(data) if data.folds else None,
         "recipe": recipe.model_dump(mode="json"),
         "recipe_yaml": recipe_file.dump(recipe),
-        "table": _table(recipe.data.model_copy(update={"folds": summary["folds"]})),
+        "table": _table(data),
         "joint": joint,
         "verdict": text,
     }
@@ -269,7 +284,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         columns[PREDICTIVE] = sd_N
     if len(names) > 1:  # variants are ranked by the first target
         columns["measured"] = measured_NT[:, 0]
-    _write_variants(out / OUT_OF_FOLD, recipe, ids, fold_N, columns)
+    _write_variants(out / OUT_OF_FOLD, data, ids, fold_N, columns)
     if curve:
         _write_curve(out / CURVE, [_Predictions(run.out) for run in [*curve, runs[0]]])
     return f"{_as_text(metric, joint['best'], [intervals, gains, recall, chosen], each)}\n{text}"
@@ -286,6 +301,7 @@ def _table(data: DataSettings) -> dict[str, Any]:
         "variants_averaged": sum(len(rows) > 1 for rows in variants.rows),
         "variants_in_no_set": int((fold_N == LEFT_OUT).sum()),
         "offset": variants.offset,
+        "alignment": variants.alignment,
         "notices": [*variants.notices, *left_out],
     }
 
@@ -298,7 +314,7 @@ class _Predictions:
         with open(run / "per_protein.csv", encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
         self.seed = int(evaluation["recipe"]["train"]["seed"])
-        self.fold = int(evaluation["recipe"]["data"]["fold"])
+        self.fold = int(evaluation["recipe"]["data"]["fold"] or 0)
         self.targets: list[str] = evaluation["facts"]["targets"]
         self.trained: int = versions["data"]["train"]["records"]
         self.ids = [row["id"] for row in rows]
@@ -361,9 +377,11 @@ def _as_text(
 
 
 def _write_variants(
-    path: Path, recipe: Recipe, ids: Sequence[str], fold_N: npt.NDArray[np.int64], columns: Mapping[str, Array]
+    path: Path, data: DataSettings, ids: Sequence[str], fold_N: npt.NDArray[np.int64], columns: Mapping[str, Array]
 ) -> None:
-    variants = table_of(recipe.data)
+    variants = table_of(data)
+    in_no_set_N, lacks = divide(data)[0] == LEFT_OUT, lacking(data)
+    in_no_set = f"without a {lacks}" if lacks else "changes positions of several sets"
     places: dict[str, deque[int]] = defaultdict(deque)  # replicates that are not averaged share a name
     for n, name in enumerate(ids):
         places[name].append(n)
@@ -388,7 +406,7 @@ def _write_variants(
             values |= {key: float(column[place]) for key, column in columns.items()}
         texts = ["" if math.isnan(value) else f"{value:.6g}" for value in values.values()]
         fold = "" if place is None else str(fold_N[place])
-        why = variants.left_out.get(row, "")
+        why = in_no_set if k >= 0 and in_no_set_N[k] else variants.left_out.get(row, "")
         lines.append([*(cells[row] for cells in table.columns.values()), name, fold, *texts, why])
     with replacing(path) as file:
         write_rows(file, lines)

@@ -228,7 +228,7 @@ def notices(job: RunInputs, *, leakage: bool = True) -> list[str]:
     data_notices: list[str] = []
     for split in (job.train, job.valid, job.test):
         for notice in split.notices if NOTICES_PRINTED not in os.environ else ():
-            data_notices.append(notice if notice.startswith(f"{split.path}:") else f"{split.path}: {notice}")
+            data_notices.append(notice if notice.startswith((f"{split.path}:", "/")) else f"{split.path}: {notice}")
     if longer := int((job.train.tokens > job.recipe.batch.global_tokens).sum()) if job.steps else 0:
         data_notices.append(
             f"{job.train.path}: {counted(longer, 'record')} longer than batch.global_tokens "

@@ -131,6 +131,22 @@ def test_wild_type_from_a_fasta_file() -> None:
         assert "wt.fasta" in refused(scored("A4G"), wild_type=Path("wt.fasta"))
 
 
+def test_wild_type_from_a_table() -> None:
+    """ProteinGym's reference file names it, and its assays tell it by their mutations and mutated sequences."""
+    rows = ["mutant,mutated_sequence,DMS_score", f"A4G:M1V,V{WT[1:3]}G{WT[4:]},1", f"K2S,M{'s'}{WT[2:]},2"]
+    table = "\n".join(rows) + "\n"
+    assert read(table, wild_type=Path("v.csv")).wild_type == WT
+    Path("reference.csv").write_text(f"DMS_id,DMS_filename,target_seq\nother,other.csv,MKV\nv,v.csv,{WT}\n")
+    variants = read(scored("A4G"), wild_type=Path("reference.csv"))
+    assert (variants.wild_type, variants.names()) == (WT, ["A4G"])
+    assert variants.notices == ["reference.csv: the wild type is 'target_seq' of v (line 3)"]
+    Path("reference.csv").write_text("DMS_id,target_seq\nother,MKV\n")
+    assert "data.wild_type=" in refused(scored("A4G"), wild_type=Path("reference.csv"))
+    for wrong, place in ((table.replace("K2S", "K3S"), "v.csv:3"), (table.replace("K2S", "R2S"), "line 2, line 3")):
+        assert place in refused(wrong, wild_type=Path("v.csv"))
+    assert "data.wild_type=" in refused(scored("A4G"), wild_type=Path("v.csv"))
+
+
 def every_site(shift: int, sequence: str = WT) -> list[str]:
     return [f"{letter}{place - shift}W" for place, letter in enumerate(sequence, 1)]
 

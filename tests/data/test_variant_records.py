@@ -9,7 +9,13 @@ import pytest
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
-from esmshard.data.splits.variant_records import VariantRecords, divide, open_variants
+from esmshard.data.splits.variant_records import (
+    VariantRecords,
+    count_folds,
+    divide,
+    open_variants,
+    shares_positions,
+)
 from esmshard.data.variants import parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe.sections import Recipe
@@ -104,6 +110,30 @@ def test_split_given_follows_the_column(table: Table) -> None:
     wanted = {"train": [SINGLES[0], SINGLES[3]], "valid": [SINGLES[1]], "test": [SINGLES[2]]}
     assert {name: names(split) for name, split in found.items()} == wanted
     assert f"{table.path}: left out 1 variant without a set ({SINGLES[4]})" in found["train"].notices
+
+
+def test_folds_of_a_column(table: Table) -> None:
+    cells = [("10", "2", "30")[n % 3] for n in range(len(SINGLES))]
+    table.write([*SINGLES, "WT"], fold=[*cells, "NA"])
+    for fold, tested in enumerate(["2", "10", "30"]):
+        found = table.split(folds="fold", fold=fold)
+        assert names(found["test"]) == [name for name, cell in zip(SINGLES, cells, strict=True) if cell == tested]
+        assert names(found["valid"]) == names(table.split(folds="fold", fold=(fold + 1) % 3)["test"])
+    assert found["train"].notices == [f"{table.path}: left out 1 variant without a value in 'fold' (WT)"]
+    data = table.recipe(folds="fold", fold=None).data
+    assert (data.split, count_folds(data), shares_positions(data)) == (None, 3, True)
+    assert shares_positions(table.recipe(split="random").data)
+    assert not shares_positions(table.recipe().data)
+    table.write(SINGLES, fold=[str(int(name[1:-1]) % 4) for name in SINGLES])
+    assert not shares_positions(data), "positions count, not the name of the column"
+    with pytest.raises(UsageError, match=r"data\.fold: is 4"):
+        table.split(folds="fold", fold=4)
+    for column, problem in ((["1", "2", "3", "2"], "line 5"), (["1", "2", "1", "2"], "has 2 folds")):
+        table.write([*SINGLES[:3], SINGLES[0]], fold=column)
+        with pytest.raises(InputError, match=problem):
+            divide(data)
+    with pytest.raises(InputError, match="did you mean 'fold'"):
+        divide(table.recipe(folds="folds").data)
 
 
 def test_smaller_shares_are_parts_of_larger_ones(table: Table) -> None:

@@ -13,11 +13,12 @@ import torch
 from model_files import TINY, edit_tensors, fair_esm, ours, perturb, write_transformers
 from scipy import stats
 
-from esmshard.data.variants import parse_variant
+from esmshard.data.variants import parse_variant, read_variants
 from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.predict.zero_shot import score, score_table
+from esmshard.vocab import STANDARD
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLE"
 SINGLES = [f"{WT[n]}{n + 1}{letter}" for n in range(1, 12) for letter in "CW"]
@@ -160,6 +161,31 @@ def test_a_model_without_an_lm_head_is_refused(directory: Path) -> None:
     with pytest.raises(InputError, match="headless: has no trained LM head"):
         run(directory, "mutant\nK2A\n", "headless")
     assert not Path("out.csv").exists()
+
+
+def test_a_first_plate_is_proposed(directory: Path, model: ESM2) -> None:
+    said, rows = run(directory, None, propose=6, sites="1,2,3,20", png=Path("plate.png"))
+    assert said == "out.csv: the wild type and 6 of 76 single substitutions"
+    names = [row["mutant"] for row in rows]
+    assert list(rows[0]) == ["mutant", "masked_marginals"], "the first column names the variant"
+    assert names[0] == "WT", "the next plate is aligned by it"
+    assert len({*names}) == 7
+    assert {int(name[1:-1]) for name in names[1:]} <= {1, 2, 3, 20}
+    assert [float(row["masked_marginals"]) for row in rows] == pytest.approx(expected(model, names), abs=1e-4)
+    every = [f"{WT[n - 1]}{n}{letter}" for n in (1, 2, 3, 20) for letter in STANDARD if letter != WT[n - 1]]
+    assert names[1] == every[int(np.argmax(expected(model, every)))]
+    facts = json.loads(Path("out.csv.json").read_text())
+    assert facts["proposed"] | {"count": 6, "candidates": 76, "sites": "1,2,3,20"} == facts["proposed"]
+    assert Path("plate.png").read_bytes().startswith(b"\x89PNG")
+    Path("done.csv").write_text("".join(f"{n},0,{k}\n" for k, n in enumerate(["mutant", *names])).replace("0,0", "x,y"))
+    measured = read_variants(Path("done.csv"), wild_type=WT)
+    assert (measured.names(), measured.target_names) == (names, ("y",))
+    for given, token in (
+        ({"propose": 99, "sites": "1"}, "--propose 99"),
+        ({"propose": 1, "sites": "25"}, "25 is not in"),
+    ):
+        with pytest.raises(UsageError, match=token):
+            run(directory, None, overwrite=True, **given)
 
 
 def test_mistakes(directory: Path) -> None:

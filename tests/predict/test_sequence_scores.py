@@ -261,7 +261,8 @@ def test_mistakes(directory: Path) -> None:
 
 
 def test_options_of_variants_are_refused_for_sequences(directory: Path) -> None:
-    for more, token in ((["--target", "kd"], "--target"), (["v.csv", "--all-singles"], "--all-singles")):
+    mistakes = (["v.csv", "--propose", "3"], "--propose"), (["--sites", "1"], "--sites"), (["--png", "x.png"], "--png")
+    for more, token in ((["--target", "kd"], "--target"), (["v.csv", "--all-singles"], "--all-singles"), *mistakes):
         done = in_process("score", str(directory / "model"), str(directory / "x.fasta"), *more, "-o", "x.csv")
         assert done.returncode == 2
         assert token in done.stderr

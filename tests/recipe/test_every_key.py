@@ -102,6 +102,7 @@ def write_variants(directory: Path) -> None:
     names = enumerate([*singles, *several])
     rows = [f"{name},{name.replace('W', 'F')},{100 if n == 3 else n + 1}" for n, name in names]
     tables = {"variants": rows, "fewer": rows[:20], "twice": [*rows, *rows[:2]], "stop": [*rows, "K2*,K2*,0"]}
+    tables["later"] = [f"{name},{name},{n + 50}" for n, name in enumerate(singles)]
     for table, lines in tables.items():
         (directory / f"{table}.csv").write_text("\n".join(["mutant,other,score", *lines]) + "\n")
     (directory / "repeat.fasta").write_text(f">twice\n{REPEAT * 2}\n")
@@ -349,6 +350,7 @@ KEYS = {
     "data.valid": Key(data, "other.fasta"),
     "data.test": Key(data, "other.fasta"),
     "data.table": Key(data, "fewer.csv", VARIANT),
+    "data.align": Key(data, "none", (*VARIANT, "data.table=[variants.csv, later.csv]")),
     "data.wild_type": Key(data, "tail.fasta", VARIANT),
     "data.mutant": Key(data, "other", VARIANT),
     "data.offset": Key(data, "10", VARIANT),

@@ -285,6 +285,9 @@ REFUSED = [
     ([*VARIANT, "data.long=skip"], "data.long: skip leaves variants out"),
     ([*VARIANT, "data.train_max=2"], "data.train_max: is for data.split mutations"),
     ([*VARIANT, "data.split=given", "data.folds=5"], "data.folds: divides the table"),
+    ([*VARIANT, "data.split=random", "data.folds=cv"], "data.split: random divides the table"),
+    (["data.folds=cv"], "data.folds: cv is no number"),
+    ([*VARIANT, "data.align=none"], "data.align: is for a list of tables"),
     ([*VARIANT, "data.target=[y]", "data.lower_is_better=[kd]"], "data.lower_is_better: kd is no target"),
     ([*VARIANT, "task.loss=ranking", "data.transform=log"], "data.transform: log has no effect"),
     ([*VARIANT, "adapt.method=probe"], "adapt.method: probe fits a linear head"),
@@ -331,6 +334,11 @@ def test_validation_and_test_set_follow_the_training_file(path: Path) -> None:
     typed = load(path, ["data.train=/x/own.csv", "data.valid=/x/valid.csv", "data.test=null"]).data
     assert (typed.valid, typed.test) == ("/x/valid.csv", "/x/own.csv")
     assert load(path, ["data.train=sample:contact/test"]).data.valid == "sample:contact/valid"
+    several = load(resolve("variants"), ["data.table=[/x/a.csv, b.csv]"]).data
+    assert several.tables == ("/x/a.csv", str(Path.cwd() / "b.csv"))
+    assert (several.wild_type, several.align) == ("/x/a.csv", "shift")
+    variants = load(resolve("variants"), ["data.table=/x/own.csv"]).data
+    assert (variants.wild_type, variants.table) == ("/x/own.csv", "/x/own.csv"), "the wild type follows from the table"
     edit(path, ("  valid: sample:contact/valid\n", "  valid: /x/valid.fasta\n"))
     assert load(path, ["data.train=/x/own.csv"]).data.valid == "/x/valid.fasta"
 

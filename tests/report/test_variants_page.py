@@ -184,7 +184,7 @@ def test_each_variant_is_drawn_once_and_singles_on_one_scale(
 
 def test_the_head_of_the_ranked_list(done: Page, tmp_path: Path, drawn: dict[str, Any]) -> None:
     assert done.row("ranked", "1", 5) == ["K2A", "5", "0.25", "3"]
-    assert "v/seed-3-fold-0/recipe.yaml data.folds=null data.fold=0 --folds 3 out=v-again" in done.text["recipe"]
+    assert "v/seed-3-fold-0/recipe.yaml data.folds=null data.fold=null --folds 3 out=v-again" in done.text["recipe"]
     assert done.row("ranked", "20", 5) == ["T3Y", "2.2", "0.5", "-"]
     assert len(done.cells["ranked"]) == 5 * 21
     assert "The first 20 of 21 single substitutions in ranked.csv, by score: higher is better." in done.text["ranked"]

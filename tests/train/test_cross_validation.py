@@ -26,7 +26,7 @@ class Planted(NamedTuple):
     printed: str
 
 
-def planted(directory: Path, count: int = 384) -> Planted:
+def planted(directory: Path, count: int = 384, **divided: Any) -> Planted:
     """The values are sums over the sites, with noise. The model of each fold adds another offset."""
     rng = np.random.default_rng(0)
     effect_SA, chosen = rng.normal(size=(4, 20)), dict[str, float]()
@@ -36,15 +36,16 @@ def planted(directory: Path, count: int = 384) -> Planted:
         parts = [f"{WT[site]}{site + 1}{a}" for site, a in zip(SITES, new, strict=True) if WT[site] != a]
         value = float(effect_SA[range(4), letters].sum() + rng.normal(scale=0.3))
         chosen[":".join(parts) or "WT"] = round(value, 5)
-    rows = ["mutant,score", *(f"{name},{value:.5f}" for name, value in chosen.items())]
+    rows = ["mutant,score,cv", *(f"{name},{value:.5f},{n % 6 or ''}" for n, (name, value) in enumerate(chosen.items()))]
     (directory / "t.csv").write_text("\n".join(rows) + "\n")
     (directory / "wt.fasta").write_text(f">wt\n{WT}\n")
     run = directory / "run"
-    data = {"table": str(directory / "t.csv"), "wild_type": str(directory / "wt.fasta"), "split": "random"}
+    data = {"table": str(directory / "t.csv"), "wild_type": str(directory / "wt.fasta")}
+    data |= divided or {"split": "random"}
     recipe = Recipe.model_validate(
         {"task": {"name": "variant"}, "model": {"name": "nano"}, "data": data, "out": str(run)}
     )
-    fold_N, _ = divide(recipe.data.model_copy(update={"folds": FOLDS}))
+    fold_N, _ = divide(recipe.data.model_copy(update={"folds": recipe.data.folds or FOLDS}))
     names, folds, runs = table_of(recipe.data).names(), [], []
     for fold in range(FOLDS):
         folds.append([{"id": names[n], "measured": chosen[names[n]]} for n in np.flatnonzero(fold_N == fold)])
@@ -60,7 +61,7 @@ def planted(directory: Path, count: int = 384) -> Planted:
         evaluation |= {"metrics": {"fine-tuned": {}, "one-hot ridge": {}}}
         (runs[-1].out / "evaluation.json").write_text(json.dumps(evaluation))
         (runs[-1].out / "versions.json").write_text(json.dumps({"data": {"train": {"records": 250}}}))
-    (run / "summary.json").write_text(json.dumps({"task": "variant", "folds": FOLDS}))
+    (run / "summary.json").write_text(json.dumps({"task": "variant", "folds": recipe.data.folds or FOLDS}))
     return Planted(run, folds, conclude(recipe, runs))
 
 
@@ -114,3 +115,19 @@ def test_new_variants_are_counted_by_all_their_sites(library: Planted) -> None:
     names = ["K10D", "A24D:K10W", "K10D:W40A", "W40A", "M1A"]
     facts, _ = variants.compared(known, names, np.arange(5.0), np.arange(5.0), "score")
     assert facts["unseen"]["rows_at_varied_sites"] == 2
+
+
+def test_folds_of_a_column_are_compared_with_published_ones(tmp_path: Path) -> None:
+    library = planted(tmp_path, folds="cv")
+    summary = json.loads((library.run / "summary.json").read_text())
+    assert (summary["folds"], summary["joint"]["split"], summary["joint"]["variants"]) == (5, "cv", 320)
+    assert summary["table"]["variants_in_no_set"] == 64
+    assert "split cv; test positions also occur in training" in library.printed
+    assert summary["joint"]["metrics"]["fine-tuned"]["value"] == pytest.approx(by_hand(library, "fine-tuned"), abs=1e-3)
+    rows = [row for fold in library.folds for row in fold]
+    over_all = spearmanr([row["fine-tuned"] for row in rows], [row["measured"] for row in rows]).statistic
+    assert summary["joint"]["over_all_folds"]["fine-tuned"] == pytest.approx(over_all, abs=1e-6)
+    head, first, second, *_ = (library.run / "variants.csv").read_text().splitlines()
+    assert head.endswith("left out because")
+    assert first.endswith("without a value in 'cv'")
+    assert second.split(",")[2:5:2] == ["1", "0"], "the first value of the column is fold 0"

@@ -58,7 +58,8 @@ def open_split(recipe: Recipe, name: str, labels: OpenLabels | None, tracks: Seq
     if members_N is not None:
         digest = hashlib.sha256(digest.encode() + np.packbits(members_N).tobytes()).hexdigest()
     if divided:
-        assert data.folds is not None
+        assert isinstance(data.folds, int)
+        assert data.fold is not None
         fold_N = fold_of(tokens, data.folds, data.clusters)
         test_N, valid_N = fold_N == data.fold, fold_N == (data.fold + 1) % data.folds
         members_N = {"test": test_N, "valid": valid_N, "train": ~(test_N | valid_N if valid_is_part else test_N)}[name]

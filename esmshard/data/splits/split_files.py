@@ -325,7 +325,7 @@ class VariantRows:
                 raise UsageError(f"--train-max {train_max}: a number of mutations is expected, such as 2")
             options = (method.shares, method.seed, int(train_max))
             number_N = assignment.of_variants(method.by, self._names, self._positions, *options)
-        self.notices += left_out(self.source, self._names, number_N, method.by == "given")
+        self.notices += left_out(self.source, self._names, number_N, "set" if method.by == "given" else None)
         return number_N
 
     def _limit(self, method: Method) -> float:

@@ -2,7 +2,7 @@
 
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,15 +10,16 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
+from esmshard.data.plates import read_plates
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
-from esmshard.data.variants import Mutation, Variants, is_library, name_of, read_variants
+from esmshard.data.variants import Mutation, Variants, is_library, name_of
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.headers import split_of
 from esmshard.io.paths import sha256
-from esmshard.io.tables import Table, counted, first_three, listed
+from esmshard.io.tables import MISSING, NUMBER, Table, counted, first_three, listed, shown
 from esmshard.recipe.sections import DataSettings
 from esmshard.vocab import encode_residues
 
@@ -118,7 +119,10 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     variants = table_of(data)
     set_N, notices = divide(data)
     if data.split not in ("mutations", "given"):
-        set_N = assignment.sets_of_fold(set_N, data.fold, data.folds or FOLDS)
+        folds = count_folds(data)
+        if (fold := data.fold or 0) >= folds:
+            raise UsageError(f"data.fold: is {fold}, but {data.folds} has {folds} folds; set it from 0 to {folds - 1}")
+        set_N = assignment.sets_of_fold(set_N, fold, folds)
     members_N = set_N == SETS.index(name)
     if name == "train" and data.train_share is not None and data.train_share < 1:
         members_N = _share(members_N, variants.names(), data.train_share)
@@ -139,11 +143,12 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
 
 @functools.lru_cache(maxsize=2)
 def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
-    assert data.table is not None
     assert data.wild_type is not None
-    variants = read_variants(
-        remote.data_file(data.table),
+    variants = read_plates(
+        [remote.data_file(name) for name in data.tables],
         wild_type=remote.data_file(data.wild_type),
+        align=data.align or "shift",
+        log=data.transform == "log",
         mutant=data.mutant,
         targets=data.target or (),
         offset="auto" if data.offset is None else data.offset,
@@ -166,32 +171,57 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
 
 def table_of(data: DataSettings) -> Variants:
     """Read the variants of a recipe's table. They stay in memory until the table or the wild type's file changes."""
-    key = data.model_copy(update={"folds": None, "fold": 0, "train_share": None, "split": None, "tracks": None})
-    paths = [remote.data_file(name) for name in (data.table, data.wild_type) if name is not None]
+    key = data.model_copy(update={"folds": None, "fold": None, "train_share": None, "split": None, "tracks": None})
+    paths = [remote.data_file(name) for name in (*data.tables, data.wild_type) if name is not None]
     return _read(key, tuple(sha256(path) if path.is_file() else "" for path in paths))
 
 
 def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
-    """Return the fold of each variant (its set if `data.split` is `mutations` or `given`), int64 [N], and notices. The
-    result does not depend on the random seed of the recipe.
+    """Return the fold of each variant (its set if `data.split` is `mutations` or `given`), int64 [N], and notices. If
+    `data.folds` is a column of the table, this column has the folds. The result does not depend on the random seed.
     """
     variants = table_of(data)
     path, names, given = variants.table.path, variants.names(), data.split == "given"
+    column = data.folds if isinstance(data.folds, str) else None
     if given:
         number_N = given_sets(variants)
+    elif column is not None:
+        number_N = given_folds(variants, column)
     else:
         by = "ratio" if data.split == "random" else data.split or "position"
-        shares = RATIOS if by == "mutations" else [1] * (data.folds or FOLDS)
+        shares = RATIOS if by == "mutations" else [1] * count_folds(data)
         number_N = assignment.of_variants(by, names, variants.positions(), shares, train_max=data.train_max or 1)
     notices = _floor_notices(variants, data)
-    if is_library(variants.mutations) and (data.split, data.transform) != ("random", "rank"):
-        keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]
+    mixes_sites = column is not None or data.split == "random"
+    if is_library(variants.mutations) and not (mixes_sites and data.transform == "rank"):
+        keys = ["data.split=random"] * (not mixes_sites) + ["task.pool=sites"]
         keys += ["data.transform=rank"] * (data.transform != "rank")
         notices.append(
             f"{path}: is a combinatorial library, {counted(len(variants), 'variant')} of "
             f"{len(frozenset().union(*variants.positions()))} sites; {' '.join(keys)} suits it"
         )
-    return number_N, notices + left_out(path, names, number_N, given)
+    return number_N, notices + left_out(path, names, number_N, lacking(data))
+
+
+def lacking(data: DataSettings) -> str | None:
+    """Return what a variant in no set lacks if the table divides its variants: a set, or a value in a column."""
+    column = data.folds if isinstance(data.folds, str) else None
+    return "set" if data.split == "given" else None if column is None else f"value in {shown(column)}"
+
+
+def count_folds(data: DataSettings) -> int:
+    """Return the number of folds of a table: FOLDS, `data.folds`, or the number of values in the column of folds."""
+    if isinstance(data.folds, str):
+        return int(given_folds(table_of(data), data.folds).max()) + 1
+    return data.folds or FOLDS
+
+
+def shares_positions(data: DataSettings) -> bool:
+    """Return whether variants of different folds change the same position, so that test positions are in training."""
+    fold_of: dict[int, int] = {}
+    fold_N, positions = divide(data)[0].tolist(), table_of(data).positions()
+    pairs = ((place, fold) for fold, places in zip(fold_N, positions, strict=True) if fold >= 0 for place in places)
+    return any(fold_of.setdefault(place, fold) != fold for place, fold in pairs)
 
 
 def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
@@ -212,23 +242,47 @@ def sets_of_rows(table: Table, rows: Sequence[int]) -> Numbers:
 
 def given_sets(variants: Variants) -> Numbers:
     """Return the set of each variant in the table, int64 [N]; LEFT_OUT for a variant without a set."""
+    rows = [row for rows in variants.rows for row in rows]
+    set_of = dict(zip(rows, sets_of_rows(variants.table, rows).tolist(), strict=True))
+    assignment.check_given(np.array([set_of[rows[0]] for rows in variants.rows]), variants.table.path)
+    return _of_first_rows(variants, set_of, "set")
+
+
+def given_folds(variants: Variants, column: str) -> Numbers:
+    """Return the fold of each variant in a column of the table, int64 [N]; LEFT_OUT for a variant without a value. The
+    sorted values of the column are the folds 0, 1, 2 and so on.
+    """
     table, rows = variants.table, [row for rows in variants.rows for row in rows]
-    set_of = dict(zip(rows, sets_of_rows(table, rows).tolist(), strict=True))
-    number_N = np.array([set_of[rows[0]] for rows in variants.rows], dtype=np.int64)
-    assignment.check_given(number_N, table.path)
-    if wrong := [row for rows in variants.rows for row in rows if set_of[row] != set_of[rows[0]]]:
+    cells = table.column(column, "name a column of folds in data.folds, or set data.folds=null")
+    values = {cells[row] for row in rows if cells[row].lower() not in MISSING}
+    if len(values) < 3:
+        raise InputError(
+            f"{table.path}: column {shown(column)} has {counted(len(values), 'fold')}, and a cross-validation needs 3, "
+            "to train, validate and test; name another column in data.folds"
+        )
+    ordered = sorted(values, key=lambda value: (float(value) if NUMBER.fullmatch(value) else np.inf, value))
+    fold_of = {value: fold for fold, value in enumerate(ordered)}
+    return _of_first_rows(variants, {row: fold_of.get(cells[row], LEFT_OUT) for row in rows}, "fold")
+
+
+def _of_first_rows(variants: Variants, number_of: Mapping[int, int], what: str) -> Numbers:
+    """Return the number of each variant's first row. Raises `InputError` if another row has another number."""
+    table = variants.table
+    if wrong := [row for rows in variants.rows for row in rows if number_of[row] != number_of[rows[0]]]:
         rows_named = f"{counted(len(wrong), 'row')} ({first_three(wrong, table.at)})"
-        raise InputError(f"{table.path}: a variant has another set in {rows_named} than in its first row; keep one set")
-    return number_N
+        raise InputError(
+            f"{table.path}: a variant has another {what} in {rows_named} than in its first row; keep one {what}"
+        )
+    return np.array([number_of[rows[0]] for rows in variants.rows], dtype=np.int64)
 
 
-def left_out(path: Path, names: Sequence[str], number_N: Numbers, given: bool) -> list[str]:
-    """Return a notice about variants in no set, if there are any. `given` says whether the table names the sets."""
+def left_out(path: Path, names: Sequence[str], number_N: Numbers, lacks: str | None) -> list[str]:
+    """Return a notice about variants in no set, if there are any. `lacks` is the result of `lacking`."""
     left = [names[n] for n in np.flatnonzero(number_N == LEFT_OUT).tolist()]
     if not left:
         return []
-    why = "without a set" if given else "that change positions of several sets"
-    fix = "; a split by mutations, or at random, uses them all" if not given and len(left) > len(names) / 2 else ""
+    why = f"without a {lacks}" if lacks else "that change positions of several sets"
+    fix = "; a split by mutations, or at random, uses them all" if not lacks and len(left) > len(names) / 2 else ""
     return [f"{path}: left out {counted(len(left), 'variant')} {why} ({first_three(left, str)}){fix}"]
 
 
