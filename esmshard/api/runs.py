@@ -305,6 +305,7 @@ def start(recipe: str, overrides: Sequence[str], options: RunOptions) -> Path:
                         say(" ".join(run.overrides))
                     with launch.environment({NOTICES_PRINTED: "1"} if n else {}):
                         _run_here(recipe_file.load(recipe_file.resolve(recipe), [*overrides, *run.overrides]), of_run)
+                    of_run = replace(of_run, started=None)
                 to_do = []
         flags = options.flags(report=options.report and not of_table)
         for n, run in enumerate(to_do):  # `launch.run_local` handles signals.

@@ -317,6 +317,7 @@ def rank(
             raise UsageError(sentence)
     if baseline is not None and baseline not in (*SHORT, *SHORT.values()):
         raise UsageError(f"--with {baseline}: choose one of {', '.join(SHORT)}")
+    baseline = baseline or _summary(Path(run)).get("ranked_by")  # the choice of task.head auto, if it is a baseline
     method = None if baseline is None else SHORT.get(baseline, baseline)
     check(out, facts_file(out), overwrite=overwrite)
     paths = models_of(run)
@@ -326,7 +327,7 @@ def rank(
     task = models[0].task
     assert isinstance(task, VariantTask)
     of_one = ("greedy",) if method is None else ("greedy", "ucb")  # what a model without uncertainty can do
-    has_deviations = method is None and task.settings.head == "gp"
+    has_deviations = method is None and all(_is_gp(model) for model in models)
     is_sure = method or (len(models) == 1 and not has_deviations)
     if propose is not None and acquisition not in of_one and is_sure:
         raise UsageError(
@@ -335,7 +336,9 @@ def rank(
         )
     known = read_known(Path(run), paths, task.names, method or "predicted")
     # Without a forward pass for each variant, the effects of mutations add up; see `VariantHead` and `log_odds`.
-    few_passes = additive = task.settings.wild_type_alone if method is None else method != FROZEN
+    few_passes = additive = method != FROZEN
+    if method is None:
+        few_passes = additive = all(model.task.settings.wild_type_alone for model in models)
     if table is not None:
         rows = _of_table(task, known, table, mutant, offset)
     elif all_singles or combine is not None:
@@ -621,8 +624,15 @@ def predictions(finetuned: FineTuned, mutations: Sequence[Variant]) -> npt.NDArr
 
 
 def _by_models(models: Sequence[FineTuned]) -> Callable[[Sequence[Variant]], npt.NDArray[np.float32]]:
-    """Return a function that predicts T targets of N variants with M models, float32 [M, N, T]."""
-    return lambda variants: np.stack([predictions(model, variants) for model in models])
+    """Return a function that predicts T targets of N variants with M models, float32 [M, N, T]; with Gaussian processes
+    alone the last dimension is that of `predictions`.
+    """
+    columns = None if all(map(_is_gp, models)) else len(models[0].task.names)
+    return lambda variants: np.stack([predictions(model, variants)[:, :columns] for model in models])
+
+
+def _is_gp(model: FineTuned) -> bool:
+    return isinstance(model.task, VariantTask) and model.task.settings.head == "gp"
 
 
 def _by_baseline(

@@ -19,7 +19,7 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
 from esmshard.data.variants import parse_variant
 from esmshard.devices import packs_at_once, side_by_side
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
@@ -81,11 +81,12 @@ class VariantSettings(TaskSettings):
     instead_of_crop: ClassVar[str] = "full or window"
     reads_table: ClassVar[bool] = True
 
-    head: Literal["network", "likelihood", "gp"] = "network"
+    head: Literal["network", "likelihood", "gp", "auto"] = "network"
     """How a prediction is computed. `network` is a new network that reads the model's representations. `likelihood` is
     the zero-shot score of the language model, which is fine-tuned. This head adds no parameters. `gp` is a Gaussian
     process on the frozen model's representations, with the zero-shot score as its mean; `adapt.method` is then `probe`.
-    The last two suit one target with up to some hundred measurements."""
+    These two suit one target with up to some hundred measurements. `auto` trains all three heads in each fold of a
+    cross-validation, and chooses among them and the baselines."""
     pool: Pool = "wild_type"
     """The input of the heads `network` and `gp`. `wild_type`: the wild type's representation at each mutated residue,
     and the old and new amino acids. One forward pass of the wild type serves all variants of a step. `sites`: as
@@ -115,18 +116,19 @@ class VariantSettings(TaskSettings):
     @classmethod
     def _of_its_head(cls, value: Any, info: ValidationInfo) -> Any:
         name = info.field_name or ""
-        heads = {"pool": ("network", "gp"), "zero_shot": ("network", "gp"), "context": ("likelihood",)}
+        heads = {"pool": ("network", "gp", "auto"), "zero_shot": ("network", "gp"), "context": ("likelihood",)}
         owners, default = heads.get(name, ("network",)), cls.model_fields[name].default
         if (head := info.data.get("head", owners[0])) not in owners and value != default:
             raise ValueError(f"is for task.head {' or '.join(owners)}, and the recipe has {head}; remove it")
-        if head == "gp" and value in ("difference", "mean"):
-            raise ValueError(f"{value} is not offered by task.head gp; choose wild_type or sites")
+        if head in ("gp", "auto") and value in ("difference", "mean"):
+            raise ValueError(f"{value} is not offered by task.head {head}; choose wild_type or sites")
         return value  # the file that records a recipe has the defaults of all keys
 
     @field_validator("loss")
     @classmethod
     def _loss_of_its_head(cls, loss: str | None, info: ValidationInfo) -> str | None:
         offered = {"network": ("mse", "huber", "ranking"), "likelihood": ("ranking", "listmle", "mse"), "gp": ("mse",)}
+        offered["auto"] = ("mse",)  # each head has its own default
         head = info.data.get("head", "network")
         if loss is not None and loss not in offered[head]:
             raise ValueError(f"{loss} is not offered by task.head {head}; choose {', '.join(offered[head])}")
@@ -390,6 +392,8 @@ class VariantTask(Task):
         labels = train.labels
         y_NT = np.stack([train.get(n).labels["target"] for n in range(len(train))]).astype(np.float64)
         kind = "rank" if self.settings.loss in ("ranking", "listmle") else labels.transform
+        if self.settings.head == "auto":
+            raise UsageError("task.head auto compares heads in a cross-validation; remove data.fold, or name one head")
         if self.settings.head != "network" and len(labels.names) > 1:
             raise InputError(
                 f"{train.path}: task.head {self.settings.head} learns one target, and the recipe has "

@@ -5,9 +5,10 @@ baselines on all test variants. Each variant is predicted by a model that was no
 """
 
 import csv
+import itertools
 import math
 import os
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ from esmshard.tasks.metrics import (
     interval,
     variant_units,
 )
+from esmshard.tasks.variants import AUGMENTED, FROZEN, ONE_HOT, SCORE
 from esmshard.train.evaluate import Comparison, aligned, in_sample
 from esmshard.train.run_dir import read_status
 
@@ -58,6 +60,13 @@ SPEARMAN, RECALL, CHOSEN = "Spearman", "recall", "mean of chosen"
 
 Array = npt.NDArray[np.float64]
 
+HEADS = {"gp": "Gaussian process", "likelihood": "fine-tuned likelihood", "network": "fine-tuned network"}
+"""The heads that `task.head: auto` trains, with their names in reports."""
+AVERAGE = "average of the heads"
+SIMPLE_FIRST = (SCORE, ONE_HOT, AUGMENTED, HEADS["gp"], FROZEN, HEADS["likelihood"], HEADS["network"], AVERAGE)
+"""The methods among which `task.head: auto` chooses, in the order in which a simpler one is preferred."""
+CHOICES = 200  # the number of resamples for a standard error of a choice
+
 
 @dataclass(frozen=True)
 class Repeat:
@@ -66,6 +75,8 @@ class Repeat:
     out: Path
     overrides: tuple[str, ...] = ()
     """The recipe settings that this run changes, as texts `KEY=VALUE`."""
+    head: str = ""
+    """For `task.head: auto`: the head of this run, a key of HEADS."""
 
 
 def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Repeat]:
@@ -88,15 +99,31 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
             out = Path(recipe.out) / (f"seed-{seed}" + ("" if fold is None else f"-fold-{fold}"))
             number = () if recipe.data.folds else (f"data.folds={folds}",)  # the recipe has a column of folds, or none
             fold_overrides = () if fold is None else (*number, f"data.fold={fold}")
-            runs.append(Repeat(out, (f"train.seed={seed}", f"out={out}", *fold_overrides)))
+            fold_overrides += (f"train.seed={seed}",)
+            if recipe.divides_table and getattr(recipe.task, "head", "") == "auto":
+                runs += [_with_head(recipe, out, fold_overrides, head) for head in HEADS]
+            else:
+                runs.append(Repeat(out, (f"out={out}", *fold_overrides)))
     return runs
+
+
+def _with_head(recipe: Recipe, out: Path, overrides: tuple[str, ...], head: str) -> Repeat:
+    out = out.with_name(f"{out.name}-{head}")
+    overrides = (*overrides, f"out={out}", f"task.head={head}")
+    if head == "gp":
+        overrides += ("adapt={method: probe}",)
+    if head == "likelihood":  # it reads neither of the two, and with sites the other changes of a variant
+        task = recipe.task.model_dump()
+        overrides += ("task.pool=wild_type", "task.zero_shot=true")
+        overrides += ("task.context=variant",) if task["pool"] == "sites" else ()
+    return Repeat(out, overrides, head)
 
 
 def curve_runs(recipe: Recipe, runs: Sequence[Repeat]) -> list[Repeat]:
     """Return the runs for the learning curve of a table of variants, with the seed and fold of the first of `runs`.
-    Return an empty list for other data, and for a probe.
+    Return an empty list for other data, for a probe, and for several heads.
     """
-    if not recipe.divides_table or recipe.adapt.method == "probe":
+    if not recipe.divides_table or recipe.adapt.method == "probe" or runs[0].head:
         return []
     others = [option for option in runs[0].overrides if not option.startswith("out=")]
     outs = {share: Path(recipe.out) / f"curve-{share:g}" for share in SHARES}
@@ -196,8 +223,13 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     Each fold has its own model, so variants are compared only within their fold. `runs` are the finished runs of
     `repeats`, and `curve` those of `curve_runs`.
     """
-    out = Path(recipe.out)
+    out, is_auto = Path(recipe.out), bool(runs[0].head)
     tested = [_Predictions(run.out) for run in runs]
+    if is_auto:
+        of_fold: dict[tuple[int, int], dict[str, _Predictions]] = defaultdict(dict)
+        for run, part in zip(runs, tested, strict=True):
+            of_fold[part.seed, part.fold][run.head] = part
+        tested = [_of_heads(part_of) for part_of in of_fold.values()]
     names = tested[0].targets
     by_seed = {seed: [part for part in tested if part.seed == seed] for seed in sorted({part.seed for part in tested})}
     # The variants have the order of the folds. Every seed has the same test set in a fold.
@@ -213,6 +245,15 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     variants = [parse_variant(name) for name in ids]
     block_N, unit = variant_units(variants)
     lower = names[0] in (recipe.data.lower_is_better or ())
+    chosen_for: dict[int, str] = {}
+    if is_auto:
+        chosen_for = choices(mean, measured_NT, fold_N, block_N)
+        final = choose(mean, measured_NT, fold_N, block_N, np.ones(len(ids), dtype=bool))
+        ours_SNT = sum(predicted[method] * (fold_N == k)[:, None] for k, method in chosen_for.items())
+        predicted = {MAIN: np.asarray(ours_SNT), **predicted}
+        mean = {MAIN: predicted[MAIN].mean(0), **mean}
+        heads = [head for head, name in HEADS.items() if final in (name, AVERAGE)]
+        summarise(out, [run for run in runs if run.head in (heads or ["gp"])])
     samples = {method: _samples(mean_NT, measured_NT, fold_N, block_N, lower) for method, mean_NT in mean.items()}
     intervals, recall, chosen = (
         {method: interval(values[key]) for method, values in samples.items()} for key in (SPEARMAN, RECALL, CHOSEN)
@@ -229,7 +270,8 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     mixed = split not in ("mutations", "given") and shares_positions(data)
     caution = "; test positions also occur in training" if mixed else ""
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
-    text = Comparison(metric, intervals, gains).verdict(f"paired over {units}; split {split}{caution}")
+    to_beat = {method: gain for method, gain in gains.items() if method not in (*HEADS.values(), AVERAGE)}
+    text = Comparison(metric, intervals, to_beat).verdict(f"paired over {units}; split {split}{caution}")
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
     joint: dict[str, Any] = {
         "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
@@ -264,9 +306,20 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "joint": joint,
         "verdict": text,
     }
+    if is_auto:
+        counts = Counter(chosen_for.values())
+        of_folds = ", ".join(f"{method} ({counted(count, 'fold')})" for method, count in counts.most_common())
+        joint["chosen"] = {"final": final, "of_folds": {str(fold): method for fold, method in chosen_for.items()}}
+        summary["ranked_by"] = None if heads else final
+        text += (
+            f"\nThe row {MAIN} has for each fold the method that the other folds chose: {of_folds}. Predictions of new "
+            f"variants are by the choice of all folds: {final}. The choice is the simplest method within one standard "
+            "error of the best."
+        )
+        summary["verdict"] = text
     sd_N = np.stack([np.concatenate([part.sd_N for part in parts]) for parts in by_seed.values()]).mean(0)
     if not np.isnan(sd_N).all():
-        error_N = mean[MAIN][:, 0] - measured_NT[:, 0]
+        error_N = mean[HEADS["gp"] if is_auto else MAIN][:, 0] - measured_NT[:, 0]
         joint["coverage"] = {f"{level:.0%}": coverage(error_N, sd_N, level) for level in LEVELS}
         shares = ", ".join(
             f"{share:.0%} of values in intervals of {level}" for level, share in joint["coverage"].items()
@@ -280,7 +333,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         columns |= {f"measured{suffix}": measured_NT[:, t], f"predicted{suffix}": mean[MAIN][:, t]}
         columns[f"sd{suffix}"] = sd_NT[:, t]
         columns |= {f"{method}{suffix}": mean_NT[:, t] for method, mean_NT in mean.items() if method != MAIN}
-    if "coverage" in joint:
+    if "coverage" in joint and (not is_auto or final == HEADS["gp"]):
         columns[PREDICTIVE] = sd_N
     if len(names) > 1:  # variants are ranked by the first target
         columns["measured"] = measured_NT[:, 0]
@@ -328,6 +381,60 @@ class _Predictions:
     def _columns(self, rows: Sequence[Mapping[str, str]], column: str, suffix: str) -> Array:
         keys = [f"{column} {name}{suffix}" if len(self.targets) > 1 else f"{column}{suffix}" for name in self.targets]
         return np.array([[float(row[key] or "nan") for key in keys] for row in rows])
+
+
+def _of_heads(part_of: Mapping[str, _Predictions]) -> _Predictions:
+    """Join the predictions of all heads for one fold, and their average. The baselines of all heads are the same."""
+    joined = part_of["gp"]
+    of_heads = {HEADS[head]: part.predicted[MAIN] for head, part in part_of.items()}
+    baselines = {method: values for method, values in joined.predicted.items() if method != MAIN}
+    average = np.mean([*of_heads.values()], axis=0)
+    joined.predicted = {**of_heads, AVERAGE: average, **baselines}
+    return joined
+
+
+def choices(
+    predicted: Mapping[str, Array], measured_NT: Array, fold_N: npt.NDArray[np.int64], block_N: npt.NDArray[np.int64]
+) -> dict[int, str]:
+    """Return the method that the other folds choose for each fold; see `choose` for the arguments.
+
+    So no measured value of a fold is compared with predictions to choose the method that is tested on the fold. Unlike
+    in a nested cross-validation, the models that are tested on the other folds were trained on this fold, too. Nested
+    models would take five times as long. Methods without any skill do not get a positive result by this.
+    """
+    return {k: choose(predicted, measured_NT, fold_N, block_N, fold_N != k) for k in np.unique(fold_N).tolist()}
+
+
+def choose(
+    predicted: Mapping[str, Array],
+    measured_NT: Array,
+    fold_N: npt.NDArray[np.int64],
+    block_N: npt.NDArray[np.int64],
+    known_N: npt.NDArray[np.bool_],
+) -> str:
+    """Return the simplest method whose Spearman within folds is within one standard error of the best (Breiman et al.
+    1984), on the variants with a true `known_N`. The standard error is that of the difference, by a paired bootstrap.
+
+    Args:
+        predicted: the predictions of each method, out of fold [N, T]. Without any value, the first method is returned.
+        measured_NT: measured values.
+        fold_N: the fold of each variant.
+        block_N: the unit of each variant in the bootstrap.
+        known_N: the variants on which methods are compared.
+    """
+    x = {method: predicted[method][known_N] for method in SIMPLE_FIRST if method in predicted}
+    y_NT, folds, blocks = measured_NT[known_N], fold_N[known_N], block_N[known_N]
+    rows = [np.arange(len(folds)), *itertools.islice(metrics.draws(len(folds), blocks), CHOICES)]
+    values = {m: np.array([_spearman(x_NT[r], y_NT[r], folds[r]) for r in rows]) for m, x_NT in x.items()}
+    values = {method: samples for method, samples in values.items() if not math.isnan(samples[0])}
+    if not values:
+        return next(iter(x))
+    best = max(values.values(), key=lambda samples: samples[0])
+    for method, samples in values.items():
+        error = float(np.nanstd((best - samples)[1:])) if len(rows) > 1 else 0.0
+        if best[0] - samples[0] <= error:
+            return method
+    raise AssertionError("the best method is within its own standard error")
 
 
 def _spearman(predicted_NT: Array, measured_NT: Array, fold_N: npt.NDArray[np.int64]) -> float:
