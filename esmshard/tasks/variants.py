@@ -116,7 +116,7 @@ class VariantSettings(TaskSettings):
     @classmethod
     def _of_its_head(cls, value: Any, info: ValidationInfo) -> Any:
         name = info.field_name or ""
-        heads = {"pool": ("network", "gp", "auto"), "zero_shot": ("network", "gp"), "context": ("likelihood",)}
+        heads = {"pool": ("network", "gp", "auto"), "zero_shot": ("network", "gp", "auto"), "context": ("likelihood",)}
         owners, default = heads.get(name, ("network",)), cls.model_fields[name].default
         if (head := info.data.get("head", owners[0])) not in owners and value != default:
             raise ValueError(f"is for task.head {' or '.join(owners)}, and the recipe has {head}; remove it")

@@ -101,7 +101,9 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
             fold_overrides = () if fold is None else (*number, f"data.fold={fold}")
             fold_overrides += (f"train.seed={seed}",)
             if recipe.divides_table and getattr(recipe.task, "head", "") == "auto":
-                runs += [_with_head(recipe, out, fold_overrides, head) for head in HEADS]
+                has_scores = recipe.task.model_dump()["zero_shot"]
+                heads = [head for head in HEADS if has_scores or head != "likelihood"]
+                runs += [_with_head(recipe, out, fold_overrides, head) for head in heads]
             else:
                 runs.append(Repeat(out, (f"out={out}", *fold_overrides)))
     return runs

@@ -47,7 +47,7 @@ def test_a_fold_has_no_part_in_its_own_choice(monkeypatch: pytest.MonkeyPatch) -
 def test_a_simple_method_is_chosen_unless_another_is_clearly_better() -> None:
     numbers, everything = np.random.default_rng(2), np.ones(60, dtype=bool)
     y = numbers.normal(size=(60, 1))
-    good, better = y + 0.5 * numbers.normal(size=(60, 1)), y + 0.45 * numbers.normal(size=(60, 1))
+    good, better = y + 0.5 * numbers.normal(size=(60, 1)), y + 0.5 * numbers.normal(size=(60, 1))
     poor, constant = numbers.normal(size=(60, 1)), np.zeros((60, 1))
     gp = HEADS["gp"]
     assert choose({SCORE: good, AVERAGE: better}, y, FOLD_N, BLOCK_N, everything) == SCORE
