@@ -113,6 +113,9 @@ class DataSettings(Settings):
     wild_type: str | None = None
     """For task `variant`: the FASTA file with the wild type of the protein in `table`, or ProteinGym's reference file
     (`DMS_id`, `target_seq`). By default, the columns `mutant` and `mutated_sequence` of `table` tell the wild type."""
+    structure: str | None = None
+    """For task `variant` with head `gp`: a PDB or mmCIF file of the wild type. Effects of mutations at near residues
+    are then expected to be similar."""
     mutant: str | None = None
     """The column of `table` with the mutations. By default, a column with a usual name, such as `mutant`."""
     offset: Annotated[int, Field(ge=-(10**6), le=10**6)] | Literal["auto"] | None = None

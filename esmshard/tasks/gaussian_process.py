@@ -8,7 +8,7 @@ model. scikit-learn's Gaussian process would need this kernel's gradients by han
 In tensor names, N are variants, M their changes, and A the 20 amino acids. All computing is in float64 on the CPU.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -38,6 +38,8 @@ PRIOR = {
     "slope": 0.03,
     "difference_size": 0.3,
     "difference": 0.5,
+    "near_size": 0.1,
+    "near": 1.0,
 }
 """The medians of the hyperparameters' log-normal priors, in units of standardised targets and features. The logarithms
 have standard deviation 1. They were chosen on beta-lactamase and on the shipped landscape: `benchmarks/results`.
@@ -47,6 +49,7 @@ have standard deviation 1. They were chosen on beta-lactamase and on the shipped
   the representations of their sites, of the distributions there, of their new and of their old amino acids.
 - `slope`: the variance of the slope of the zero-shot score, whose mean is SLOPE.
 - `difference_size`, `difference`: variance and fall for the differences of representations, for pool `sites`.
+- `near_size`, `near`: variance and fall, per 10 Angstrom, for the distances of sites, if there is a structure.
 """
 SLOPE = 0.4  # the expected correlation between zero-shot score and target
 
@@ -60,6 +63,9 @@ def _descriptors() -> torch.Tensor:
     x_V6 = torch.zeros(VOCAB_SIZE, 6, dtype=torch.float64, device="cpu")
     x_V6[AMINO_ACIDS] = torch.from_numpy((x_A6 - x_A6.mean(0)) / x_A6.std())
     return x_V6
+
+
+OF_CHANGES = ("wild_M", "mutant_M", "site_MD", "root_MA", "place_M3")
 
 
 @dataclass
@@ -77,6 +83,8 @@ class Features:
     root_MA: torch.Tensor
     """The square roots of the model's probabilities at each changed residue, for the Hellinger distance. Without
     zero-shot scores A is 0."""
+    place_M3: torch.Tensor
+    """The place of each changed residue in 10 Angstrom; empty without a structure."""
     score_N: torch.Tensor
     """The zero-shot score of each variant; 0 without zero-shot scores."""
     difference_ND: torch.Tensor
@@ -93,7 +101,7 @@ class Features:
         number_N = torch.full((self.count,), -1).index_put((chosen_K,), torch.arange(len(chosen_K)))
         kept_M = number_N[self.record_M] >= 0
         chosen: dict[str, torch.Tensor] = {"record_M": number_N[self.record_M[kept_M]]}
-        chosen |= {name: getattr(self, name)[kept_M] for name in ("wild_M", "mutant_M", "site_MD", "root_MA")}
+        chosen |= {name: getattr(self, name)[kept_M] for name in OF_CHANGES}
         chosen |= {name: getattr(self, name)[chosen_K] for name in ("score_N", "difference_ND")}
         return Features(**chosen)
 
@@ -111,13 +119,25 @@ class GaussianProcessHead(nn.Module):
 
     The head has no parameters that are trained. `fit` stores the features and targets of training variants in buffers.
     `sizes` has the numbers of `variants` and of their `changes`. `sign` is -1 if lower values of the target are better,
-    otherwise 1.
+    otherwise 1. `places` has the coordinates of each residue in Angstrom, and None for an unknown place.
     """
 
     target_N: torch.Tensor
 
-    def __init__(self, dim: int, sizes: Mapping[str, int], sign: float, *, differences: bool, zero_shot: bool) -> None:
+    def __init__(
+        self,
+        dim: int,
+        sizes: Mapping[str, int],
+        sign: float,
+        *,
+        differences: bool,
+        zero_shot: bool,
+        places: Sequence[Sequence[float] | None] | None = None,
+    ) -> None:
         super().__init__()
+        # Residues with unknown places are far from all others.
+        known = [[1e6 * n, 0.0, 0.0] if place is None else [*place] for n, place in enumerate(places or (), 1)]
+        self._place_L3 = None if places is None else torch.tensor(known, dtype=torch.float64, device="cpu") / 10
         self.sign, self.reads_logits, self.differences = sign, zero_shot, differences
         n, m = sizes["variants"], sizes["changes"]
         letters, probabilities = torch.zeros(m, dtype=torch.int64), torch.zeros(m, len(STANDARD) if zero_shot else 0)
@@ -127,6 +147,7 @@ class GaussianProcessHead(nn.Module):
             letters,
             torch.zeros(m, dim),
             probabilities,
+            torch.zeros(m, 0 if places is None else 3),
             torch.zeros(n),
             torch.zeros(n, dim * differences),
         )
@@ -152,6 +173,9 @@ class GaussianProcessHead(nn.Module):
         if logits_MV is not None:
             score_N = self.sign * log_odds(logits_MV, batch)
             root_MA = logits_MV[:, AMINO_ACIDS].float().softmax(-1).sqrt()
+        place_M3 = torch.zeros(len(record_M), 0, dtype=torch.float64)
+        if self._place_L3 is not None:
+            place_M3 = self._place_L3[batch.position_T[wild_M].cpu() - 1]
         zeros_ND = torch.zeros(batch.n_records, difference_MD.shape[1], dtype=torch.float64)
         return Features(
             record_M.cpu(),
@@ -159,6 +183,7 @@ class GaussianProcessHead(nn.Module):
             letter_M.cpu(),
             site_MD,
             root_MA.double().cpu(),
+            place_M3,
             score_N.double().cpu(),
             zeros_ND.index_add(0, record_M.cpu(), difference_MD),
         )
@@ -236,13 +261,15 @@ class GaussianProcessHead(nn.Module):
         """
         value = dict(zip(PRIOR, values_K, strict=True))
         letters = _descriptors()
-        exponent_MM = (
-            value["site"] * _squares(a.site_MD, b.site_MD)
-            + value["distribution"] * 0.5 * _squares(a.root_MA, b.root_MA)
-            + value["mutant"] * _squares(letters[a.mutant_M], letters[b.mutant_M])
-            + value["wild"] * _squares(letters[a.wild_M], letters[b.wild_M])
+        of_letters_MM = value["mutant"] * _squares(letters[a.mutant_M], letters[b.mutant_M])
+        of_letters_MM = of_letters_MM + value["wild"] * _squares(letters[a.wild_M], letters[b.wild_M])
+        of_sites_MM = value["site"] * _squares(a.site_MD, b.site_MD) + value["distribution"] * 0.5 * _squares(
+            a.root_MA, b.root_MA
         )
-        effect_MM = value["size"] * torch.exp(-exponent_MM)
+        effect_MM = value["size"] * torch.exp(-of_sites_MM - of_letters_MM)
+        if self._place_L3 is not None:
+            distance_MM = torch.cdist(a.place_M3, b.place_M3, compute_mode="donot_use_mm_for_euclid_dist")
+            effect_MM = effect_MM + value["near_size"] * torch.exp(-value["near"] * distance_MM - of_letters_MM)
         over_a_NM = effect_MM.new_zeros(a.count, len(b.record_M)).index_add(0, a.record_M, effect_MM)
         effect_NN = effect_MM.new_zeros(a.count, b.count).index_add(1, b.record_M, over_a_NM)
         kernel_NN: torch.Tensor = 1 + effect_NN + value["slope"] * torch.outer(a.score_N, b.score_N)

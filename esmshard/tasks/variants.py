@@ -59,6 +59,7 @@ standard deviation of the score is 2 to 4 for single substitutions, so a new hea
 DEFAULTS: dict[str, Any] = {
     "table": None,
     "wild_type": None,
+    "structure": None,
     "mutant": None,
     "offset": "auto",
     "unusable": "drop",
@@ -155,6 +156,8 @@ class VariantSettings(TaskSettings):
         """Return the data section with the defaults of the keys that only this task reads."""
         if self.loss in ("ranking", "listmle") and data.transform == "log":
             raise Clash("transform", f"log has no effect on task.loss {self.loss}, which uses ranks; remove it")
+        if data.structure is not None and self.head not in ("gp", "auto"):
+            raise Clash("structure", f"is read by task.head gp, and the recipe has {self.head}; remove it")
         for key in ("table", "wild_type"):
             if getattr(data, key) is None:
                 raise Clash(key, "this key is required")
@@ -353,6 +356,7 @@ class VariantTask(Task):
     to this part. `offset` is the number that was added to the positions of the table. `line` has the slope and the
     intercept that convert a score of the head `likelihood` to a standardised number. `fitted` has the numbers of
     training variants, and of their changes, that the head `gp` stores; the output of this head is described there.
+    `places` has the coordinates of the residues that the model reads, or null for unknown ones.
     """
 
     Settings = VariantSettings
@@ -425,6 +429,8 @@ class VariantTask(Task):
                 )
             changes = sum(int((train.get(n).tokens != wild_type).sum()) for n in used)
             facts["fitted"] = {"variants": count, "changes": changes}
+            if labels.place_L3 is not None:
+                facts["places"] = [None if np.isnan(xyz).any() else xyz.round(2).tolist() for xyz in labels.place_L3]
         return type(self)(self.settings, facts)
 
     def head(self, config: ModelConfig) -> nn.Module:
@@ -434,7 +440,10 @@ class VariantTask(Task):
         if s.head == "gp":
             sizes, differences = self.facts["fitted"], s.pool == "sites"
             sign, zero_shot = float(self._sign_T[0]), s.zero_shot
-            return GaussianProcessHead(config.dim, sizes, sign, differences=differences, zero_shot=zero_shot)
+            places = self.facts.get("places")
+            return GaussianProcessHead(
+                config.dim, sizes, sign, differences=differences, zero_shot=zero_shot, places=places
+            )
         return VariantHead(config.dim, s.hidden, self._sign_T, s.pool, s.dropout, zero_shot=s.zero_shot)
 
     def inputs(self, example: Example) -> Inputs:

@@ -63,8 +63,9 @@ Array = npt.NDArray[np.float64]
 HEADS = {"gp": "Gaussian process", "likelihood": "fine-tuned likelihood", "network": "fine-tuned network"}
 """The heads that `task.head: auto` trains, with their names in reports."""
 AVERAGE = "average of the heads"
-SIMPLE_FIRST = (SCORE, ONE_HOT, AUGMENTED, HEADS["gp"], FROZEN, HEADS["likelihood"], HEADS["network"], AVERAGE)
-"""The methods among which `task.head: auto` chooses, in the order in which a simpler one is preferred."""
+PREFERRED = (HEADS["gp"], SCORE, ONE_HOT, AUGMENTED, FROZEN, HEADS["likelihood"], HEADS["network"], AVERAGE)
+"""The methods among which `task.head: auto` chooses. Earlier ones are preferred: the Gaussian process, which contains
+the zero-shot score and has intervals, then the baselines, then the trained models."""
 CHOICES = 200  # the number of resamples for a standard error of a choice
 
 
@@ -315,8 +316,8 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         summary["ranked_by"] = None if heads else final
         text += (
             f"\nThe row {MAIN} has for each fold the method that the other folds chose: {of_folds}. Predictions of new "
-            f"variants are by the choice of all folds: {final}. The choice is the simplest method within one standard "
-            "error of the best."
+            f"variants are by the choice of all folds: {final}. The {HEADS['gp']} is chosen unless another method is "
+            "better by more than one standard error."
         )
         summary["verdict"] = text
     sd_N = np.stack([np.concatenate([part.sd_N for part in parts]) for parts in by_seed.values()]).mean(0)
@@ -414,8 +415,9 @@ def choose(
     block_N: npt.NDArray[np.int64],
     known_N: npt.NDArray[np.bool_],
 ) -> str:
-    """Return the simplest method whose Spearman within folds is within one standard error of the best (Breiman et al.
-    1984), on the variants with a true `known_N`. The standard error is that of the difference, by a paired bootstrap.
+    """Return the first method of PREFERRED whose Spearman within folds is at most one standard error below the best
+    (Breiman et al. 1984), on the variants with a true `known_N`. The standard error is that of the difference, by a
+    paired bootstrap.
 
     Args:
         predicted: the predictions of each method, out of fold [N, T]. Without any value, the first method is returned.
@@ -424,7 +426,7 @@ def choose(
         block_N: the unit of each variant in the bootstrap.
         known_N: the variants on which methods are compared.
     """
-    x = {method: predicted[method][known_N] for method in SIMPLE_FIRST if method in predicted}
+    x = {method: predicted[method][known_N] for method in PREFERRED if method in predicted}
     y_NT, folds, blocks = measured_NT[known_N], fold_N[known_N], block_N[known_N]
     rows = [np.arange(len(folds)), *itertools.islice(metrics.draws(len(folds), blocks), CHOICES)]
     values = {m: np.array([_spearman(x_NT[r], y_NT[r], folds[r]) for r in rows]) for m, x_NT in x.items()}

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import structure_texts
 
 from esmshard.data.batching.loader import Examples
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
@@ -15,6 +16,7 @@ from esmshard.data.splits.variant_records import (
     divide,
     open_variants,
     shares_positions,
+    wild_type_places,
 )
 from esmshard.data.variants import parse_variant
 from esmshard.errors import InputError, UsageError
@@ -258,3 +260,20 @@ def test_a_window_holds_all_mutated_residues(table: Table) -> None:
     table.write([name for name in SINGLES if 8 <= int(name[1:-1]) <= 16])
     with pytest.raises(InputError, match="the mutated residues 8 to 16 do not fit into a window"):
         table.split(long="window", max_length=8, folds=3)
+
+
+def test_a_structure_gives_places_to_residues(tmp_path: Path) -> None:
+    """A chain with a tag, one substitution and a missing residue lies on the wild type where most letters are equal."""
+    sequence = f"GSHM{WT[:9]}A{WT[10:20]}"
+    lines = structure_texts.chain("GGGG", "B") + structure_texts.chain(sequence, "A", missing=[6])
+    seqres = {"A": structure_texts.three(sequence), "B": structure_texts.three("GGGG")}
+    path = structure_texts.write(tmp_path / "x.pdb", structure_texts.pdb(lines, seqres=seqres))
+    place_L3, sentence = wild_type_places(path, WT)
+    expected_L3 = structure_texts.expected_cb(24, missing=[6])[4:]
+    np.testing.assert_allclose(place_L3[:20], expected_L3, atol=0.01)
+    assert np.isnan(place_L3[20:]).all()
+    assert "x_A" in sentence
+    assert "19 of 24" in sentence
+    assert "1 residue differ" in sentence
+    with pytest.raises(InputError, match=r"x\.pdb: no chain"):
+        wild_type_places(path, WT[::-1])

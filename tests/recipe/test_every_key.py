@@ -105,6 +105,7 @@ def write_variants(directory: Path) -> None:
     tables["later"] = [f"{name},{name},{n + 50}" for n, name in enumerate(singles)]
     for table, lines in tables.items():
         (directory / f"{table}.csv").write_text("\n".join(["mutant,other,score", *lines]) + "\n")
+    (directory / "repeat.pdb").write_text(structure_texts.pdb(structure_texts.chain(REPEAT * 2)))
     (directory / "repeat.fasta").write_text(f">twice\n{REPEAT * 2}\n")
     (directory / "tail.fasta").write_text(f">tail\n{REPEAT}GGGGGGGGGG\n")
 
@@ -352,6 +353,7 @@ KEYS = {
     "data.table": Key(data, "fewer.csv", VARIANT),
     "data.align": Key(data, "none", (*VARIANT, "data.table=[variants.csv, later.csv]")),
     "data.wild_type": Key(data, "tail.fasta", VARIANT),
+    "data.structure": Key(head, "repeat.pdb", (*SCORED, "task.head=gp")),
     "data.mutant": Key(data, "other", VARIANT),
     "data.offset": Key(data, "10", VARIANT),
     "data.unusable": Key(data, "error", (*VARIANT, "data.table=stop.csv")),

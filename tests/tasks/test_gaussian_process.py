@@ -15,19 +15,20 @@ from test_variant_task import WT, mutant
 from esmshard.batch import pack_variants
 from esmshard.errors import InputError
 from esmshard.recipe import recipe_file
-from esmshard.tasks.gaussian_process import PRIOR, SLOPE, Features, GaussianProcessHead
+from esmshard.tasks.gaussian_process import OF_CHANGES, PRIOR, SLOPE, Features, GaussianProcessHead
 from esmshard.tasks.metrics import coverage
 from esmshard.vocab import encode
 
 DIM = 6
 
 
-def head(variants: int, changes: int, *, differences: bool = False) -> GaussianProcessHead:
+def head(variants: int, changes: int, *, differences: bool = False, near: bool = False) -> GaussianProcessHead:
     sizes = {"variants": variants, "changes": changes}
-    return GaussianProcessHead(DIM, sizes, 1.0, differences=differences, zero_shot=True)
+    places = [[10.0 * n, 0.0, 0.0] for n in range(len(WT))] if near else None
+    return GaussianProcessHead(DIM, sizes, 1.0, differences=differences, zero_shot=True, places=places)
 
 
-def described(count: int, seed: int = 0, *, differences: bool = False) -> Features:
+def described(count: int, seed: int = 0, *, differences: bool = False, near: bool = False) -> Features:
     """Random features of single substitutions at 10 sites, with letters that differ from variant to variant."""
     random = np.random.default_rng(seed)
     sites_SD, roots_SA = np.random.default_rng(9).normal(size=(10, DIM)), np.random.default_rng(9).random((10, 20))
@@ -38,6 +39,7 @@ def described(count: int, seed: int = 0, *, differences: bool = False) -> Featur
         *map(torch.from_numpy, letters_2N),
         torch.from_numpy(sites_SD[site_N] / DIM**0.5),
         torch.from_numpy(roots_SA[site_N]),
+        torch.from_numpy(sites_SD[site_N][:, : 3 * near]),
         torch.from_numpy(random.normal(size=count)),
         torch.from_numpy(random.normal(size=(count, DIM * differences))),
     )
@@ -84,18 +86,18 @@ def test_it_is_scikit_learns_gaussian_process() -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("differences", [False, True])
-def test_intervals_hold_the_values_of_new_variants(differences: bool) -> None:
+@pytest.mark.parametrize(("differences", "near"), [(False, False), (True, False), (False, True)])
+def test_intervals_hold_the_values_of_new_variants(differences: bool, near: bool) -> None:
     """Targets drawn from the kernel, but with other hyperparameters than the prior's medians."""
-    x = described(700, differences=differences)
-    truth = head(700, 700, differences=differences)
-    values_K = torch.tensor([*PRIOR.values()]).double() * torch.tensor([0.5, 2, 2, 1, 0.2, 0.2, 1, 2, 0.5])
+    x = described(700, differences=differences, near=near)
+    truth = head(700, 700, differences=differences, near=near)
+    values_K = torch.tensor([*PRIOR.values()]).double() * torch.tensor([0.5, 2, 2, 1, 0.2, 0.2, 1, 2, 0.5, 4, 1])
     covariance_NN = truth._kernel(x, x, values_K) + (values_K[0] + 1e-6) * torch.eye(700)
     y = torch.linalg.cholesky(covariance_NN) @ torch.randn(700, generator=torch.Generator().manual_seed(0)).double()
     y = y + SLOPE * x.score_N
     y = (y - y[:200].mean()) / y[:200].std()
     train, test = torch.arange(200), torch.arange(200, 700)
-    gp = head(200, 200, differences=differences)
+    gp = head(200, 200, differences=differences, near=near)
     gp.fit(x.of(train), y[:200])
     mean, sd, measurement = predicted(gp, x.of(test)).T
     error = mean - y[200:].numpy()
@@ -108,7 +110,7 @@ def test_intervals_hold_the_values_of_new_variants(differences: bool) -> None:
 @torch.no_grad()
 def test_effects_add_up_and_the_wild_type_has_none() -> None:
     x = described(3)
-    double = Features(torch.tensor([0, 0]), *(getattr(x, n)[:2] for n in ("wild_M", "mutant_M", "site_MD", "root_MA")),
+    double = Features(torch.tensor([0, 0]), *(getattr(x, n)[:2] for n in OF_CHANGES),
                       x.score_N[:1], x.difference_ND[:1])  # fmt: skip
     none = double.of(torch.tensor([], dtype=torch.int64))
     gp, values_K = head(3, 3), torch.tensor([*PRIOR.values()]).double()
@@ -123,7 +125,8 @@ def test_a_batch_has_the_features_of_its_variants() -> None:
     tokens = [encode(WT), encode(mutant("T3A:I6W"))]
     batch = pack_variants(tokens, encode(WT), logits_from="wild_type")
     x_TD, logits_MV = torch.randn(len(batch.tokens_T), DIM), torch.randn(2, 33)
-    features = head(1, 1, differences=True).features(x_TD, batch, logits_MV)
+    features = head(1, 1, differences=True, near=True).features(x_TD, batch, logits_MV)
+    assert features.place_M3[:, 0].tolist() == [2, 5], "in 10 Angstrom"
     wild_LD = batch.residues(x_TD)[-1].double()
     expected = (wild_LD - wild_LD.mean(0)) / wild_LD.std(0) / DIM**0.5
     np.testing.assert_allclose(features.site_MD, expected[[2, 5]], atol=1e-5)

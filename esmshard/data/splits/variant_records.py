@@ -13,6 +13,7 @@ from esmshard.data.batching.loader import Examples
 from esmshard.data.plates import read_plates
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers
+from esmshard.data.structures.chains import Chain, read_chains
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
 from esmshard.data.variants import Mutation, Variants, is_library, name_of
 from esmshard.errors import InputError, UsageError
@@ -29,6 +30,7 @@ FLOOR = 0.9
 """If at least this share of the values of a target lies in the worst tenth of their range, a notice says so."""
 OUT_OF_FOLD = "variants.csv"
 """The file that a cross-validation writes, with a row for each row of the table of variants."""
+SAME = 0.9  # the share of equal residues that a structure of the wild type must have
 LEFT_OUT_WHY = "left out because"
 """The last column of OUT_OF_FOLD: the reason why a row was left out."""
 
@@ -101,6 +103,8 @@ class VariantLabels:
         self.transform, self.lower_is_better = data.transform or "none", tuple(data.lower_is_better or ())
         self.target_NT = variants.target_NT.astype(np.float32)
         self.block_N = site_blocks(variants.mutations)
+        self.place_L3: npt.NDArray[np.float32] | None = None
+        """The place of each residue that the model reads, in Angstrom, float32 [L, 3]; None without a structure."""
 
     def __getitem__(self, n: int) -> dict[str, npt.NDArray[Any]]:
         return {"target": self.target_NT[n]}
@@ -128,7 +132,11 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
         members_N = _share(members_N, variants.names(), data.train_share)
     wild_type, first = _model_part(variants, data)
     records = VariantRecords(variants.table.path, wild_type, variants.mutations, first)
-    labels = VariantLabels(variants, first, len(wild_type), data)
+    labels, of_structure = VariantLabels(variants, first, len(wild_type), data), list[str]()
+    if data.structure is not None:
+        place_L3, sentence = wild_type_places(remote.data_file(data.structure), variants.wild_type)
+        labels.place_L3 = place_L3[first : first + len(wild_type)]
+        of_structure.append(sentence)
     if not members_N.any():
         raise InputError(f"{records.path}: {name} has no variant; change data.split, or lower data.folds")
     examples = Examples(name, records.path, records, labels, members_N=members_N)
@@ -137,8 +145,40 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
         examples.tokens = np.full(len(examples), 3, dtype=np.int32)
     if files:
         examples.add_tracks(protein_tracks(files, fasta, slice(first, first + len(wild_type))))
-    examples.notices = [*variants.notices, *notices, *examples.notices] if name == "train" else []
+    examples.notices = [*variants.notices, *notices, *of_structure, *examples.notices] if name == "train" else []
     return examples
+
+
+def wild_type_places(path: Path, protein: str) -> tuple[npt.NDArray[np.float32], str]:
+    """Return the Cb coordinates of each residue of a protein from a structure, float32 [L, 3], and a sentence about it.
+
+    Residues that the structure lacks have NaN. The chain and its shift are those with the most equal residues. Raises
+    `InputError` if fewer than SAME of the residues that lie on each other are equal, or fewer than half of the chain or
+    of the protein lie on each other.
+    """
+    best: tuple[int, int, int, Chain] | None = None
+    letters_L = np.frombuffer(protein.encode(), np.uint8)
+    for chain in read_chains(path):
+        letters_C = np.frombuffer(chain.sequence.encode(), np.uint8)
+        for shift in range(1 - len(letters_C), len(letters_L)):  # residue 0 of the chain is residue `shift`
+            start, end = max(0, shift), min(len(letters_L), shift + len(letters_C))
+            same = int((letters_L[start:end] == letters_C[start - shift : end - shift]).sum())
+            if best is None or same > best[0]:
+                best = same, shift, end - start, chain
+    if best is None or best[0] < SAME * best[2] or 2 * best[2] < min(len(protein), len(best[3].sequence)):
+        nearest = (
+            "it has no protein chain" if best is None else f"{best[3].id} shares at most {best[0]} residues with it"
+        )
+        raise InputError(
+            f"{path}: no chain has the sequence of the wild type, {len(protein)} residues; {nearest}; give the "
+            "structure of the wild type, or remove data.structure"
+        )
+    same, shift, overlap, chain = best
+    place_L3 = np.full((len(protein), 3), np.nan, np.float32)
+    place_L3[max(0, shift) : max(0, shift) + overlap] = chain.cb_L3[max(0, -shift) : max(0, -shift) + overlap]
+    count = int(np.isfinite(place_L3).all(1).sum())
+    sentence = f"{path}: chain {chain.id} gives places to {count:,} of {len(protein):,} residues of the wild type"
+    return place_L3, sentence + (f"; {counted(overlap - same, 'residue')} differ" if overlap > same else "")
 
 
 @functools.lru_cache(maxsize=2)
