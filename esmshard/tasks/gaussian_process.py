@@ -20,6 +20,7 @@ from scipy.optimize import minimize
 from torch import nn
 
 from esmshard.batch import TokenBatch
+from esmshard.errors import InputError
 from esmshard.model.weights import Weights
 from esmshard.tasks.likelihood import AMINO_ACIDS, log_odds, require_lm_head
 from esmshard.vocab import STANDARD, VOCAB_SIZE
@@ -189,7 +190,12 @@ class GaussianProcessHead(nn.Module):
         )
 
     def fit(self, features: Features, target_N: torch.Tensor) -> None:
-        """Store the training variants, and fit the hyperparameters: the maximum of marginal likelihood times prior."""
+        """Store the training variants, and fit the hyperparameters: the maximum of marginal likelihood times prior.
+
+        Raises `InputError` if a feature is not finite.
+        """
+        if not all(torch.isfinite(values).all() for values in vars(features).values()):
+            raise InputError("the model's representations or scores of variants are NaN or infinite; use another model")
         for name, value in vars(features).items():
             getattr(self, name).copy_(value)
         self.target_N.copy_(target_N)

@@ -66,6 +66,7 @@ AVERAGE = "average of the heads"
 PREFERRED = (HEADS["gp"], SCORE, ONE_HOT, AUGMENTED, FROZEN, HEADS["likelihood"], HEADS["network"], AVERAGE)
 """The methods among which `task.head: auto` chooses. Earlier ones are preferred: the Gaussian process, which contains
 the zero-shot score and has intervals, then the baselines, then the trained models."""
+FEW = 12  # with fewer tested variants, a sentence says that methods cannot be compared
 CHOICES = 200  # the number of resamples for a standard error of a choice
 
 
@@ -275,6 +276,8 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
     to_beat = {method: gain for method, gain in gains.items() if method not in (*HEADS.values(), AVERAGE)}
     text = Comparison(metric, intervals, to_beat).verdict(f"paired over {units}; split {split}{caution}")
+    if len(ids) < FEW:
+        text += f" With fewer than {FEW} measured variants it cannot be known which method ranks new variants best."
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
     joint: dict[str, Any] = {
         "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),

@@ -136,6 +136,13 @@ def test_a_batch_has_the_features_of_its_variants() -> None:
     np.testing.assert_allclose(features.root_MA.square().sum(1), 1, atol=1e-6)
 
 
+def test_features_must_be_numbers() -> None:
+    x = described(5)
+    x.site_MD[2, 0] = torch.nan
+    with pytest.raises(InputError, match="NaN"), torch.no_grad():
+        head(5, 5).fit(x, torch.arange(5.0))
+
+
 def test_recipes_of_this_head() -> None:
     """It is fitted to frozen weights, which is the default then, and refuses what it does not read."""
     few = recipe_file.resolve("variants")
