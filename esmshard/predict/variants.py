@@ -470,10 +470,15 @@ def _of_candidates(task: VariantTask, known: Known, sites: str | None, most: int
 def _allowed(task: VariantTask, known: Known, sites: str | None, offset: int) -> Collection[int]:
     """Convert the argument `sites` of `rank` to positions, counted from 0, which proposed variants may change."""
     length = len(task.facts["protein"])
-    if sites == "all" or (sites is None and not known.sites):
-        return range(length)
     if sites is None:
-        return known.sites
+        return known.sites or range(length)
+    return positions(sites, length, offset)
+
+
+def positions(sites: str, length: int, offset: int = 0) -> Collection[int]:
+    """Convert `--sites`, such as `39,40,41` or `all`, to positions of a protein, counted from 0. `offset` is added."""
+    if sites == "all":
+        return range(length)
     try:
         places = {int(word) - 1 + offset for word in sites.split(",")}
     except ValueError:

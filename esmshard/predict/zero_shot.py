@@ -39,6 +39,7 @@ from esmshard.predict.variants import (
     check_new,
     listed,
     not_of_the_20,
+    positions,
     read_rows,
     single_substitutions,
     spearman_sentence,
@@ -175,7 +176,7 @@ def score_table(
         rows = read_rows(table, wild_type, mutant, offset)
     else:
         protein = protein_of(wild_type)
-        allowed = range(len(protein)) if sites is None else _positions(sites, len(protein))
+        allowed = range(len(protein)) if sites is None else positions(sites, len(protein))
         singles = [variant for variant in single_substitutions(protein) if variant[0].position in allowed]
         rows = listed(protein, [*([()] if propose else []), *singles])
     rows.columns.pop(NOT_SCORED, None)  # a table may already have the scores of another method
@@ -229,17 +230,6 @@ def score_table(
     variants = len(set(rows.mutations))
     rows_of = "" if len(rows.rows) == variants else f"{counted(len(rows.rows), 'row')} of "
     return f"{out}: {rows_of}{counted(variants, 'variant')}" + (f"; {message}" if message else "")
-
-
-def _positions(sites: str, length: int) -> set[int]:
-    """Convert positions such as `39,40,41`, which count from 1, to positions that count from 0."""
-    try:
-        places = {int(word) - 1 for word in sites.split(",")}
-    except ValueError:
-        raise UsageError(f"--sites {sites}: is not a list of positions; pass positions as 39,40,41") from None
-    if missing := [place + 1 for place in sorted(places) if not 0 <= place < length]:
-        raise UsageError(f"--sites {sites}: {missing[0]} is not in the wild type, which has {length:,} residues")
-    return places
 
 
 def _measured(table: Table, target: str | None) -> str | None:
