@@ -167,9 +167,9 @@ class GaussianProcessHead(nn.Module):
         """Return the features of the variants of a batch, from the last layer and the logits at the changes."""
         assert batch.changes_4M is not None
         record_M, letter_M, mutant_M, wild_M = batch.changes_4M
-        wild_LD = batch.residues(x_TD)[-1].double().cpu()
-        site_MD = (x_TD[wild_M].double().cpu() - wild_LD.mean(0)) / (wild_LD.std(0) + 1e-6) / wild_LD.shape[1] ** 0.5
-        difference_MD = (x_TD[mutant_M] - x_TD[wild_M]).double().cpu()[:, : x_TD.shape[1] * self.differences]
+        wild_LD = batch.residues(x_TD)[-1].cpu().double()  # Apple's GPUs have no float64
+        site_MD = (x_TD[wild_M].cpu().double() - wild_LD.mean(0)) / (wild_LD.std(0) + 1e-6) / wild_LD.shape[1] ** 0.5
+        difference_MD = (x_TD[mutant_M] - x_TD[wild_M]).cpu().double()[:, : x_TD.shape[1] * self.differences]
         score_N, root_MA = torch.zeros(batch.n_records), torch.zeros(len(record_M), 0)
         if logits_MV is not None:
             score_N = self.sign * log_odds(logits_MV, batch)
@@ -183,9 +183,9 @@ class GaussianProcessHead(nn.Module):
             batch.tokens_T[wild_M].cpu(),
             letter_M.cpu(),
             site_MD,
-            root_MA.double().cpu(),
+            root_MA.cpu().double(),
             place_M3,
-            score_N.double().cpu(),
+            score_N.cpu().double(),
             zeros_ND.index_add(0, record_M.cpu(), difference_MD),
         )
 

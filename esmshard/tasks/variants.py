@@ -19,7 +19,7 @@ from esmshard.data.batching.loader import Example, Examples
 from esmshard.data.splits.variant_records import VariantLabels
 from esmshard.data.variants import parse_variant
 from esmshard.devices import packs_at_once, side_by_side
-from esmshard.errors import InputError, UsageError
+from esmshard.errors import InputError
 from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
@@ -156,6 +156,12 @@ class VariantSettings(TaskSettings):
         """Return the data section with the defaults of the keys that only this task reads."""
         if self.loss in ("ranking", "listmle") and data.transform == "log":
             raise Clash("transform", f"log has no effect on task.loss {self.loss}, which uses ranks; remove it")
+        if self.head == "auto" and data.fold is not None:
+            raise Clash(
+                "fold", "is one fold, and task.head auto compares heads over all folds; remove it, or name a head"
+            )
+        if self.head == "auto" and data.split in ("mutations", "given"):
+            raise Clash("split", f"{data.split} makes no folds, in which task.head auto compares heads; name a head")
         if data.structure is not None and self.head not in ("gp", "auto"):
             raise Clash("structure", f"is read by task.head gp, and the recipe has {self.head}; remove it")
         for key in ("table", "wild_type"):
@@ -396,8 +402,6 @@ class VariantTask(Task):
         labels = train.labels
         y_NT = np.stack([train.get(n).labels["target"] for n in range(len(train))]).astype(np.float64)
         kind = "rank" if self.settings.loss in ("ranking", "listmle") else labels.transform
-        if self.settings.head == "auto":
-            raise UsageError("task.head auto compares heads in a cross-validation; remove data.fold, or name one head")
         if self.settings.head != "network" and len(labels.names) > 1:
             raise InputError(
                 f"{train.path}: task.head {self.settings.head} learns one target, and the recipe has "
