@@ -185,11 +185,11 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
         number_N = assignment.of_variants(by, names, variants.positions(), shares, train_max=data.train_max or 1)
     notices = _floor_notices(variants, data)
     if is_library(variants.mutations) and (data.split, data.transform) != ("random", "rank"):
-        keys = ["data.split=random"] * (data.split != "random") + ["task.pool=sites"]
-        keys += ["data.transform=rank"] * (data.transform != "rank")
+        keys = ["data.split=random"] * (data.split != "random") + ["data.transform=rank"] * (data.transform != "rank")
         notices.append(
             f"{path}: is a combinatorial library, {counted(len(variants), 'variant')} of "
-            f"{len(frozenset().union(*variants.positions()))} sites; {' '.join(keys)} suits it"
+            f"{len(frozenset().union(*variants.positions()))} sites; {' '.join(keys)} suits it, "
+            "with task.pool=sites, or with task.context=variant for task.head=likelihood"
         )
     return number_N, notices + left_out(path, names, number_N, given)
 
