@@ -136,6 +136,10 @@ class VariantSettings(TaskSettings):
         return self.head == "likelihood"
 
     @property
+    def starts_useful(self) -> bool:
+        return self.head == "likelihood"  # the zero-shot ranking
+
+    @property
     def wild_type_alone(self) -> bool:
         return self.context == "wild_type" if self.head == "likelihood" else self.pool == "wild_type"
 
