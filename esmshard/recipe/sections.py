@@ -239,6 +239,11 @@ class TaskSettings(Settings):
         """Whether `adapt.method` must be `probe`, which is then also the default."""
         return False
 
+    @property
+    def starts_useful(self) -> bool:
+        """Whether the model has useful predictions before the first step, so that the best model may be the start."""
+        return False
+
     def no_probe(self) -> str | None:
         """Return why `adapt.method: probe` is impossible with these settings, or None if it is possible."""
         return f"probe is not offered by task {self.name}; choose full, lora or head"

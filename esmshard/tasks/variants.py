@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
@@ -149,6 +149,10 @@ class VariantSettings(TaskSettings):
         return self.head == "likelihood"
 
     @property
+    def starts_useful(self) -> bool:
+        return self.head == "likelihood"  # the zero-shot ranking
+
+    @property
     def wild_type_alone(self) -> bool:
         return self.context == "wild_type" if self.head == "likelihood" else self.pool == "wild_type"
 
@@ -200,16 +204,20 @@ class Scale:
     """For kind `rank`: at most KNOTS training values in ascending order, between a far lower and a far higher value."""
     scores: tuple[float, ...] = ()  # for kind `rank`: the normal scores of `values`
 
+    @cached_property
+    def _knots_2K(self) -> npt.NDArray[np.float64]:
+        return np.array([self.values, self.scores])  # `np.interp` would convert the tuples for each value
+
     def to(self, value: float) -> float:
         """Convert a value in the unit of the table to a standardised number. NaN stays NaN."""
         if self.kind == "rank":
-            return float(np.interp(value, self.values, self.scores))
+            return float(np.interp(value, *self._knots_2K))
         return (float(np.log(value) if self.kind == "log" else value) - self.mean) / self.deviation
 
     def back(self, score: float) -> float:
         """Convert a standardised number to a value in the unit of the table."""
         if self.kind == "rank":
-            return float(np.interp(score, self.scores, self.values))
+            return float(np.interp(score, *self._knots_2K[::-1]))
         value = float(score) * self.deviation + self.mean
         return float(np.exp(value)) if self.kind == "log" else value
 

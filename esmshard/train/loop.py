@@ -161,8 +161,8 @@ class Training:
             state.best, state.stale = saved["best"], saved["stale"]
             state.calibration = {key: value for key, value in saved["facts"].items() if key not in job.task.facts}
             state.scale = LossScale(**saved["loss_scale"]) if state.scale else None
-        self.is_validated = saved is None or saved["validated"]
-        """False if a validation was due at the loaded checkpoint, and the run stopped before it."""
+        self.is_validated = saved is not None and saved["validated"]
+        """Whether the loaded checkpoint has the validation that was due at it. False for a new run."""
         self.recipe = resolved(job, self.tokens_per_rank)
         """The recipe of the run, with the values that were chosen on this machine."""
         self.facts: dict[str, Any] = {
@@ -252,21 +252,24 @@ class Training:
         return epoch, len(records), mine
 
     def catch_up(self, start: Path | None) -> None:
-        """Do the validation that was due when the run stopped. A new probe takes no steps: validate and save it here.
+        """Do the validation that was due when the run stopped. Validate and save some new runs before the first step.
 
+        These runs are probes, which take no steps, and runs whose start may be best (`TaskSettings.starts_useful`).
         Raises `Preempted` if the run is asked to stop.
         """
         state, recipe = self.state, self.job.recipe
-        if start is not None and not self.is_validated:
-            is_best = self.validate(state.step)
-            if is_best is None:
-                why = reason(self._asked_anywhere())
-                raise Preempted(f"stopped by {why} after step {state.step}, which is saved; go on with --resume auto")
-            if is_best and recipe.keeps_best and self.ranks.is_first:
-                manifest.point(self.job.out / "checkpoints", "BEST", start.name)
-        if not self.job.steps and start is None:
-            is_best = self.validate(0)
+        is_candidate = not self.job.steps or (recipe.task.starts_useful and recipe.keeps_best)
+        if self.is_validated or (start is None and not is_candidate):
+            return
+        is_best = self.validate(state.step)
+        if start is None:
             self.save(0, validated=is_best is not None, is_best=bool(is_best) and recipe.keeps_best)
+        elif is_best and recipe.keeps_best and self.ranks.is_first:
+            manifest.point(self.job.out / "checkpoints", "BEST", start.name)
+        if is_best is None:
+            self.saver.finish()
+            why = reason(self._asked_anywhere())
+            raise Preempted(f"stopped by {why} after step {state.step}, which is saved; go on with --resume auto")
 
     @property
     def is_enough(self) -> bool:

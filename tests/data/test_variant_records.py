@@ -150,7 +150,7 @@ def test_smaller_shares_are_parts_of_larger_ones(table: Table) -> None:
 def test_a_library_of_few_sites_is_told_what_suits_it(table: Table) -> None:
     table.write([f"A4{a}:Y5{b}:K8{b}:S13{a}" for a in "CDEFGHI" for b in "LNPRTVW"])
     _, (notice,) = divide(table.recipe(split="random").data)
-    assert "task.pool=sites data.transform=rank" in notice
+    assert "; data.transform=rank suits it, with task.pool=sites, or with task.context=variant for" in notice
     assert divide(table.recipe(split="random", transform="rank").data)[1] == []
     table.write([f"{WT[n]}{n + 1}{letter}" for n in range(8) for letter in "CDGW" if letter != WT[n]])
     assert divide(table.recipe(split="random").data)[1] == [], "single mutants of few sites are no library"

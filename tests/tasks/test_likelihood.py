@@ -1,8 +1,13 @@
 """The head `likelihood` of task variant: its losses by hand, its contexts, and a run on any number of ranks."""
 
 import itertools
+import json
+import os
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,10 +21,12 @@ from esmshard.batch import pack
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
+from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.tasks.likelihood import LOSSES, fit_line
 from esmshard.tasks.variants import ONE_HOT, VariantSettings, VariantTask
+from esmshard.train import finetune, loop
 from esmshard.train.evaluate import score_baselines
 from esmshard.train.inputs import prepare
 from esmshard.vocab import MASK, encode
@@ -112,6 +119,51 @@ def test_a_step_is_the_same_on_any_number_of_ranks(tmp_path: Path) -> None:
     )
     assert np.allclose(alone, both, rtol=0, atol=1e-5)
     assert alone[0] > alone[-1]
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Train in the directory `name`, and return the steps of the validations, their values, and the model's file."""
+    path = write_recipe(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def train(name: str, *options: str) -> dict[str, Any]:
+        given = ["train.eval_every=1", "train.early_stop=3", "checkpoint.keep=1", f"out={name}", *options]
+        finetune.run(recipe_file.load(path, given), "auto")
+        lines = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        return {
+            "valid": [(line["step"], line["loss"]) for line in lines if line.get("split") == "valid"],
+            "model": (tmp_path / name / "model" / "model.safetensors").read_bytes(),
+            "best": json.loads((tmp_path / name / "model" / "esmshard.json").read_text())["step"],
+        }
+
+    return train
+
+
+def test_the_start_may_be_the_best_model(trained: Callable[..., dict[str, Any]]) -> None:
+    result = trained("run", "optim.lr=1e-12", "train.early_stop=1")  # nothing gets better than the start
+    assert [step for step, _ in result["valid"]] == [0, 1]
+    assert result["best"] == 0
+
+
+@pytest.mark.parametrize("place", ["validate", "save", "train_step"])
+def test_a_run_that_ends_before_its_first_step_goes_on(
+    place: str, trained: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner = {"validate": loop.evaluate, "save": loop.Training, "train_step": loop}[place]
+    before = getattr(owner, place)
+
+    def end(*args: Any, **given: Any) -> Any:
+        if place != "validate":
+            raise RuntimeError("killed")
+        os.kill(os.getpid(), signal.SIGTERM)
+        return before(*args, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, place, end)
+        with pytest.raises((RuntimeError, Preempted), match=r"killed|after step 0, which is saved"):
+            trained("run")
+    assert trained("run") == trained("unbroken")
 
 
 def test_baselines_keep_the_unit_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,11 +234,11 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     notices = _floor_notices(variants, data)
     mixes_sites = column is not None or data.split == "random"
     if is_library(variants.mutations) and not (mixes_sites and data.transform == "rank"):
-        keys = ["data.split=random"] * (not mixes_sites) + ["task.pool=sites"]
-        keys += ["data.transform=rank"] * (data.transform != "rank")
+        keys = ["data.split=random"] * (not mixes_sites) + ["data.transform=rank"] * (data.transform != "rank")
         notices.append(
             f"{path}: is a combinatorial library, {counted(len(variants), 'variant')} of "
-            f"{len(frozenset().union(*variants.positions()))} sites; {' '.join(keys)} suits it"
+            f"{len(frozenset().union(*variants.positions()))} sites; {' '.join(keys)} suits it, "
+            "with task.pool=sites, or with task.context=variant for task.head=likelihood"
         )
     return number_N, notices + left_out(path, names, number_N, lacking(data))
 
