@@ -276,6 +276,8 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
     to_beat = {method: gain for method, gain in gains.items() if method not in (*HEADS.values(), AVERAGE)}
     text = Comparison(metric, intervals, to_beat).verdict(f"paired over {units}; split {split}{caution}")
+    subject = {"gp": "The Gaussian process", "auto": "The chosen method"}.get(getattr(recipe.task, "head", ""))
+    text = text.replace("Fine-tuning", subject or "Fine-tuning", 1)
     if len(ids) < FEW:
         text += f" With fewer than {FEW} measured variants it cannot be known which method ranks new variants best."
     best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
