@@ -594,7 +594,8 @@ class Recipe(Settings):
                 "or model.quantize=null",
             )
         if task is not None and task.only_probe and "method" not in adapt.model_fields_set:
-            adapt = adapt.model_copy(update={"method": "probe"})
+            # No weight is trained, so no other key of the section is read.
+            adapt = AdaptSettings.model_validate({"method": "probe"})
         if task is not None and task.only_probe and adapt.method != "probe":
             raise Clash(
                 "method", f"{adapt.method} trains weights, and this head is fitted to frozen ones; choose probe"

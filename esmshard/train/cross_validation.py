@@ -114,7 +114,7 @@ def repeats(recipe: Recipe, seeds: int = 1, folds: int | None = None) -> list[Re
 def _with_head(recipe: Recipe, out: Path, overrides: tuple[str, ...], head: str) -> Repeat:
     out = out.with_name(f"{out.name}-{head}")
     overrides = (*overrides, f"out={out}", f"task.head={head}")
-    if head == "gp":
+    if head == "gp":  # the section may have keys of trained weights
         overrides += ("adapt={method: probe}",)
     if head == "likelihood":  # it reads neither of the two, and with sites the other changes of a variant
         task = recipe.task.model_dump()

@@ -25,7 +25,8 @@ def _recovered(table: Path, name: str, column: str, where: tuple[str, str] | Non
 def test_few_variants_rank_positions_that_were_never_seen(tmp_path: Path, kind: str) -> None:
     head, *rows = (shipped("data") / "variants" / "landscape.csv").read_text().splitlines()
     (tmp_path / "few.csv").write_text("\n".join([head, *rows[1::15]]) + "\n")
-    options = ("data.table=few.csv", "data.folds=5", "data.fold=0", "out=run", f"task.head={kind}")
+    wild_type = "data.wild_type=sample:variants/wild_type.fasta"
+    options = ("data.table=few.csv", wild_type, "data.folds=5", "data.fold=0", "out=run", f"task.head={kind}")
     done = esmshard("finetune", "variants-few", *options, cwd=tmp_path, timeout=600)
     assert done.returncode == 0, done.stderr
     ranked = tmp_path / "ranked.csv"

@@ -112,7 +112,7 @@ def test_a_recipe_of_variants_runs(name: str, data: Path, tmp_path: Path, monkey
     likelihood = name == "variants-few"  # It needs a trained LM head.
     model = ("model.name=starter", "init=pretrained") if likelihood else ("task.zero_shot=false",)
     if name == "variants-auto":  # a single fold has a single head
-        model += ("task.head=gp", "adapt={method: probe}")
+        model += ("task.head=gp",)
     out = finetune.run(recipe_file.load(copy, [*some, *files, "data.folds=5", "data.fold=0", *model]))
     assert out is not None
     evaluation = json.loads((out / "evaluation.json").read_text())
