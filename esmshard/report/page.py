@@ -30,7 +30,7 @@ from esmshard.report.charts import Values, chart
 from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.metrics import Interval, spearman_within
 from esmshard.tasks.registry import new_task
-from esmshard.train.cross_validation import CURVE, SUMMARY
+from esmshard.train.cross_validation import AVERAGE, CURVE, HEADS, SUMMARY
 from esmshard.train.evaluate import Comparison
 from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of, read_status
 
@@ -270,7 +270,8 @@ def variants_page(run: Path) -> dict[str, Any]:
     joint, folds = summary["joint"], summary["folds"]
     metrics, gains = intervals(joint["metrics"]), intervals(joint["differences"])
     recall, chosen = intervals(joint["best"]["recall"]), intervals(joint["best"]["mean_of_chosen"])
-    comparison = Comparison("Spearman", metrics, gains)
+    of_baselines = {method: gain for method, gain in gains.items() if method not in (*HEADS.values(), AVERAGE)}
+    comparison = Comparison("Spearman", metrics, of_baselines)
     best = comparison.best
     targets, mutations, measured_NT, predicted_NT, fold_N = _out_of_fold(run)
     targets = targets or [joint["targets"]]
