@@ -326,7 +326,8 @@ def _devices(recipe: Recipe, options: RunOptions) -> "tuple[int, torch.device]":
     from esmshard.devices import chosen_device
     from esmshard.parallel.process_group import own_device, processes_of
 
-    default = 1 if recipe.adapt.method == "probe" else None
+    # `task.head: auto` also fits a head, which one process does.
+    default = 1 if recipe.adapt.method == "probe" or getattr(recipe.task, "head", "") == "auto" else None
     processes = processes_of(chosen_device(options.device), options.nproc or default)
     return processes, own_device(0, processes, options.device)
 

@@ -253,8 +253,10 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     if is_auto:
         chosen_for = choices(mean, measured_NT, fold_N, block_N)
         final = choose(mean, measured_NT, fold_N, block_N, np.ones(len(ids), dtype=bool))
-        ours_SNT = sum(predicted[method] * (fold_N == k)[:, None] for k, method in chosen_for.items())
-        predicted = {MAIN: np.asarray(ours_SNT), **predicted}
+        ours_SNT = np.empty_like(predicted[final])
+        for k, method in chosen_for.items():
+            ours_SNT[:, fold_N == k] = predicted[method][:, fold_N == k]
+        predicted = {MAIN: ours_SNT, **predicted}
         mean = {MAIN: predicted[MAIN].mean(0), **mean}
         heads = [head for head, name in HEADS.items() if final in (name, AVERAGE)]
         summarise(out, [run for run in runs if run.head in (heads or ["gp"])])
