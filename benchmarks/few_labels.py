@@ -36,6 +36,7 @@ from esmshard.train.cross_validation import HEADS, choose
 from esmshard.train.evaluate import ALONE
 from esmshard.train.optim import adamw, schedule, set_learning_rate
 from esmshard.train.step import train_step
+from esmshard.vocab import LINKER
 
 TESTED, FOLDS = 600, 5
 GP, LIKELIHOOD = HEADS["gp"], HEADS["likelihood"]
@@ -51,7 +52,7 @@ class Laboratory:
         kept = [n for n, variant in enumerate(read.mutations) if variant]
         self.mutations = [read.mutations[n] for n in kept]
         self.y_N, self.protein = read.target_NT[kept, 0].astype(np.float64), read.wild_type
-        records = VariantRecords(table, read.wild_type, self.mutations)
+        records = VariantRecords(table, read.wild_types, self.mutations)
         self.examples = Examples("input", table, records, None)
         self.opened = weights.read(model)
         self.lm_head = None if lm_head is None else load_file(lm_head)
@@ -72,7 +73,7 @@ class Laboratory:
         """Return the task after it has seen the training values."""
         facts = {"targets": ["y"], "lower_is_better": [], "protein": self.protein, "first": 0, "offset": 0}
         scale = fit_scale(self.y_N[list(train)], "rank" if head == "likelihood" else "none")
-        facts |= {"length": len(self.protein), "scales": [asdict(scale)]}
+        facts |= {"length": len(self.protein), "scales": [asdict(scale)], "breaks": [], "linker": LINKER}
         facts["fitted"] = {"variants": len(train), "changes": sum(len(self.mutations[n]) for n in train)}
         return VariantTask(VariantSettings(name="variant", head=head), facts)
 

@@ -20,11 +20,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from esmshard.vocab import CLS, EOS, MASK, SEPARATOR
+from esmshard.vocab import CLS, EOS, MASK, SEPARATOR, is_residue
 
-Context = Literal["wild_type", "masked", "variant"]
+Context = Literal["wild_type", "masked", "variant", "sequence"]
 """The sequence from which the language model predicts the changed residues of a variant: the wild type, the variant
-with masks in place of its changes, or the variant."""
+with masks in place of its changes, or the variant. `sequence`: all residues of the variant, from the variant."""
 
 
 @dataclass(frozen=True)
@@ -57,11 +57,11 @@ class TokenBatch:
     logit_counts: tuple[int, ...] = ()
     """For each sequence, the number of its entries in `logits_at_P`."""
     changes_4M: torch.Tensor | None = None
-    """int64 [4, M]: a column for each changed residue in the variants of one protein; None without variants. The rows
-    are: index of the variant, new token, index in `tokens_T` of the new residue, and index in `tokens_T` of the wild
-    type's residue. The wild type is the last sequence of the batch."""
+    """int64 [4, M]: a column for each changed residue of the variants; None without variants. The rows are: index of
+    the variant, new token, index in `tokens_T` of the new residue, and index in `tokens_T` of the wild type's residue.
+    The distinct wild types are the last sequences of the batch."""
     n_variants: int | None = None
-    """The number of variants, even if `tokens_T` contains only their wild type; None for batches without variants."""
+    """The number of variants, even if `tokens_T` contains only their wild types; None for batches without variants."""
     linked_N: tuple[int, ...] = ()
     """The number of `esmshard.vocab.SEPARATOR` tokens in each sequence; empty if each sequence is a single chain."""
     draw_N: torch.Tensor | None = None
@@ -89,8 +89,8 @@ class TokenBatch:
 
     @property
     def n_residues(self) -> int:
-        """The number of tokens without `<cls>` and `<eos>`. In a batch with variants, the wild type is not counted."""
-        sequences = len(self) - (self.n_variants is not None and len(self) > 1)
+        """The number of tokens without `<cls>` and `<eos>`. In a batch with variants, wild types are not counted."""
+        sequences = len(self) if self.n_variants is None else min(self.n_variants, len(self))
         return self.bounds[sequences] - 2 * sequences
 
     def residues(self, x_TD: torch.Tensor) -> list[torch.Tensor]:
@@ -173,47 +173,63 @@ def pack(
 
 def pack_variants(
     tokens: Sequence[npt.NDArray[np.uint8]],
-    wild_type: npt.NDArray[np.uint8],
+    wild_types: Sequence[npt.NDArray[np.uint8]],
     record_ids: Sequence[str] | None = None,
     *,
     logits_from: Context | None = None,
     alone: bool = False,
     tracks: Mapping[str, npt.NDArray[Any]] | None = None,
 ) -> TokenBatch:
-    """Put the variants of a protein and then the wild type into one `TokenBatch` with the field `changes_4M`.
+    """Put variants and then their distinct wild types into one `TokenBatch` with the field `changes_4M`.
 
     >>> from esmshard.vocab import encode
-    >>> batch = pack_variants([encode("MKT"), encode("MTV")], encode("MKV"))
+    >>> batch = pack_variants([encode("MKT"), encode("MTV")], [encode("MKV")] * 2)
     >>> batch.changes_4M.tolist()  # V3T of the first variant, K2T of the second
     [[0, 1], [11, 11], [3, 7], [13, 12]]
 
     Args:
         tokens: the tokens of each variant, uint8 [L + 2].
-        wild_type: the tokens of the wild type, uint8 [L + 2].
+        wild_types: the tokens of each variant's wild type, uint8 [L + 2]. Unless `logits_from` is `sequence`, a variant
+            is as long as its wild type.
         record_ids: the ids of the variants; "0", "1", ... by default.
-        logits_from: the sequence for which the language model computes logits at the M changed residues, if any.
-        alone: whether the batch contains only the wild type, and no variant.
-        tracks: arrays [L + 2, ...] by track name, for the wild type and all variants.
+        logits_from: the sequence for which the language model computes logits at the M changed residues, if any. With
+            `sequence`, it computes logits at all residues of all variants and wild types, and there are no changes.
+        alone: whether the batch contains only the wild types, and no variant.
+        tracks: arrays [L + 2, ...] by track name, for the only wild type and all variants.
     """
-    length = len(wild_type)
-    if any(len(variant) != length for variant in tokens):
-        raise ValueError("each variant must be as long as the wild type")
-    tokens_NL = np.stack(tokens)
-    record_M, place_M = np.nonzero(tokens_NL != wild_type)
-    before_M = 0 if alone else record_M * length
-    wild_M = place_M + (0 if alone else len(tokens) * length)
-    changes_4M = np.stack([record_M, tokens_NL[record_M, place_M], place_M + before_M, wild_M]).astype(np.int64)
+    number_of: dict[bytes, int] = {}
+    wild_N = np.array([number_of.setdefault(each.tobytes(), len(number_of)) for each in wild_types])
+    distinct = [wild_types[int(n)] for n in np.unique(wild_N, return_index=True)[1]]
     record_ids = list(map(str, range(len(tokens)))) if record_ids is None else record_ids
+    ids = [*([] if alone else record_ids), *["wild type"] * len(distinct)]
+    copies = [tracks or {}] * len(ids)
+    if logits_from == "sequence":
+        packed = [*tokens, *distinct]
+        residues = [np.flatnonzero(is_residue(sequence)) for sequence in packed]
+        return replace(pack(packed, ids, residues, copies), n_variants=len(tokens))
+    if any(len(variant) != len(wild_type) for variant, wild_type in zip(tokens, wild_types, strict=True)):
+        raise ValueError("each variant must be as long as the wild type")
+    places = [np.flatnonzero(variant != wild) for variant, wild in zip(tokens, wild_types, strict=True)]
+    record_M, place_M = np.repeat(np.arange(len(tokens)), list(map(len, places))), np.concatenate(places)
+    new_M = np.concatenate([variant[place] for variant, place in zip(tokens, places, strict=True)])
+    packed = [] if alone else list(tokens)
     if logits_from == "masked":
-        tokens_NL = np.where(tokens_NL != wild_type, np.uint8(MASK), tokens_NL)
-    packed = [] if alone else list(tokens_NL)
+        packed = [np.where(v != wild, np.uint8(MASK), v) for v, wild in zip(tokens, wild_types, strict=True)]
+    start = np.cumsum([0, *map(len, packed), *map(len, distinct)])
+    wild_M = place_M + start[len(packed) + wild_N[record_M]]
+    mutant_M = wild_M if alone else place_M + start[record_M]
     nowhere, logits_at = np.empty(0, np.int64), None
-    if logits_from == "wild_type":
-        logits_at = [*[nowhere] * len(packed), place_M.astype(np.int64)]
+    if (
+        logits_from == "wild_type"
+    ):  # the logits of a sequence follow each other, so changes have the order of wild types
+        order_M = np.argsort(wild_N[record_M], kind="stable")
+        record_M, place_M, new_M, mutant_M, wild_M = (x[order_M] for x in (record_M, place_M, new_M, mutant_M, wild_M))
+        of_wild_types = np.split(place_M, np.searchsorted(wild_N[record_M], range(1, len(distinct))))
+        logits_at = [*[nowhere] * len(packed), *of_wild_types]
     elif logits_from is not None:
-        logits_at = [*np.split(place_M.astype(np.int64), np.searchsorted(record_M, range(1, len(tokens)))), nowhere]
-    ids = ["wild type"] if alone else [*record_ids, "wild type"]
-    batch = pack([*packed, wild_type], ids, logits_at, [tracks or {}] * len(ids))
+        logits_at = [*places, *[nowhere] * len(distinct)]
+    changes_4M = np.stack([record_M, new_M, mutant_M, wild_M]).astype(np.int64)
+    batch = pack([*packed, *distinct], ids, logits_at, copies)
     return replace(batch, changes_4M=torch.from_numpy(changes_4M), n_variants=len(tokens))
 
 
@@ -228,7 +244,7 @@ class Inputs:
     logits_at: npt.NDArray[np.int64] | None = None
     """Positions in `tokens` for which the language model computes logits; None if the head needs no logits."""
     wild_type: npt.NDArray[np.uint8] | None = None
-    """For a variant, the tokens of its wild type; otherwise None. All inputs of a batch have the same wild type."""
+    """For a variant, the tokens of its wild type; otherwise None."""
     logits_from: Context | None = None
     """For a variant, the sequence whose logits at the changed residues the task head needs; None for no logits."""
     wild_type_alone: bool = False
@@ -251,7 +267,7 @@ def batch_of(inputs: Sequence[Inputs], record_ids: Sequence[str] | None = None) 
     if first.wild_type is not None:
         return pack_variants(
             [i.tokens for i in inputs],
-            first.wild_type,
+            [i.wild_type for i in inputs if i.wild_type is not None],
             record_ids,
             logits_from=first.logits_from,
             alone=first.wild_type_alone,

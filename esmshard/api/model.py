@@ -233,6 +233,10 @@ class Model:
 
     def _predict_variants(self, variants: Sequences, task: Task) -> Array:
         assert self.tuned is not None
+        if "proteins" in task.facts:
+            raise InputError(
+                f"{self.name}: learned several proteins; rank variants by esmshard predict with --wild-type wt.fasta"
+            )
         names = [variants] if isinstance(variants, str) else sequence_inputs.as_list(variants, "variants")
         mutations = sequence_inputs.variants(names, str(task.facts["protein"]))
         if shift := task.facts.get("offset"):

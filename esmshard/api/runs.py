@@ -514,6 +514,12 @@ def _conclude(recipe: Recipe, options: RunOptions, runs: "Sequence[Repeat]", cur
         return
     print(conclude(recipe, runs, curve))
 
+    if recipe.data.protein is not None:
+        say(f"to rank variants of a protein: esmshard predict {out} --wild-type wt.fasta --all-singles -o ranked.csv")
+        if options.report:
+            _pictures(out, recipe, options.device)
+        return
+
     from esmshard.predict.variants import rank
 
     count = rank(str(out), None, out / "ranked.csv", device=options.device, overwrite=True)

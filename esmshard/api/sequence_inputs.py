@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.variants import STOP, Mutation, parse_variant
+from esmshard.data.mutations import STOP, Mutation, parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore, ingest, is_store
 from esmshard.io.symbols import Edits, RefusedSymbols, Rules, clean, nucleotides, shown
@@ -136,7 +136,7 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
         except InputError as error:
             raise InputError(f"{where}: {error}") from None
         for mutation in mutations:
-            if mutation.mutant == STOP:
+            if STOP in mutation.mutant:
                 raise InputError(
                     f"{where}: {mutation} is a stop codon, for which models have no letter; remove this variant"
                 )
@@ -144,7 +144,7 @@ def variants(given: Iterable[str], protein: str) -> list[tuple[Mutation, ...]]:
                 raise InputError(
                     f"{where}: {mutation}: the wild type has residues 1 to {len(protein):,}; correct the position"
                 )
-            if protein[mutation.position] != mutation.wild:
+            if mutation.wild not in ("", protein[mutation.position]):  # inside a longer deletion it is unknown
                 raise InputError(
                     f"{where}: {mutation}: residue {mutation.position + 1} of the wild type is "
                     f"{protein[mutation.position]}; positions count from 1 for the wild type's first residue"

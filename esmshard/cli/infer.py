@@ -195,6 +195,10 @@ def predict(
         str | None,
         Option("--with", metavar="BASELINE", help="For variants: rank by one-hot, zero-shot, augmented or embedding."),
     ] = None,
+    wild_type: Annotated[
+        Path | None,
+        Option("--wild-type", metavar="FASTA", help="For models of several proteins: the protein of the variants."),
+    ] = None,
     mutant: MutantColumn = None,
     offset: Annotated[int | None, Option(help="Added to the positions of a table; by default as in training.")] = None,
     png: Annotated[Path | None, Option(metavar="DIR", help="For contacts: directory for pictures.")] = None,
@@ -225,16 +229,16 @@ def predict(
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
         how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
         how |= {"all_singles": all_singles, "combine": combine, "best_singles": best_singles}
-        how |= {"acquisition": acquisition}
+        how |= {"acquisition": acquisition, "wild_type": wild_type}
         print(f"{out}: {counted(variants.rank(model, data, out, **how), 'row')}")
         return
 
     from esmshard.predict import heads
 
-    if all_singles or combine or propose or mutant or sites or baseline or offset is not None:
+    if all_singles or combine or propose or mutant or sites or baseline or wild_type or offset is not None:
         raise UsageError(
-            "--all-singles, --combine, --propose, --sites, --with, --mutant and --offset are for models of variants, "
-            f"but {model} was trained for another task; leave them out"
+            "--all-singles, --combine, --propose, --sites, --with, --wild-type, --mutant and --offset are for models "
+            f"of variants, but {model} was trained for another task; leave them out"
         )
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")

@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from esmshard.data.variants import Mutation, Reading, Replicates, Variants, averaged, name_of, read_rows
+from esmshard.data.mutations import Mutation, name_of
+from esmshard.data.variants import Reading, Replicates, Variants, averaged, read_rows
 from esmshard.errors import InputError
 from esmshard.io.tables import Table, counted, first_three, shown
 
@@ -53,7 +54,7 @@ def read_plates(
     first = read_rows(paths[0], wild_type, **rules)
     if len(paths) == 1:
         return first.merged(replicates)
-    plates = [first, *(read_rows(path, first.protein, **rules) for path in paths[1:])]
+    plates = [first, *(read_rows(path, first.wild_types[""].mutated(()), **rules) for path in paths[1:])]
     for plate in plates:
         if plate.target_names != first.target_names:
             names, of_first = (", ".join(map(shown, each.target_names)) for each in (plate, first))
@@ -63,7 +64,8 @@ def read_plates(
             )
     facts = _align(plates, log) if align == "shift" else []
     starts = np.cumsum([0, *(len(plate.table) for plate in plates)]).tolist()
-    joint = Reading(_joined([plate.table for plate in plates]), first.protein, first.protein_name, first.unusable, [])
+    table = _joined([plate.table for plate in plates])
+    joint = Reading(table, first.wild_types, [""] * len(table), first.source, first.unusable, [])
     for start, plate in zip(starts, plates, strict=False):
         joint.variants |= {start + row: variant for row, variant in plate.variants.items()}
         joint.left_out |= {start + row: reason for row, reason in plate.left_out.items()}

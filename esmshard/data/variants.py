@@ -1,162 +1,46 @@
-"""Reads measured variants of one protein from tables in the formats that laboratories use.
-
-A cell of the mutation column has one of these forms. Cells with other forms are refused.
-
-| cell | meaning |
-|---|---|
-| `A24G`, `p.A24G`, `p.Ala24Gly`, `p.(Ala24Gly)`, `NP_000509.1:p.Ala24Gly` | one substitution |
-| `A24G:V30L`, or `;`, `,`, `/`, `+` or spaces as separators, `p.[Ala24Gly;Val30Leu]` | several substitutions |
-| `WT`, `_wt`, `wild-type`, `p.=` | the wild type |
-| `A24*`, `p.Ala24Ter` | a stop codon: an error, or the row is left out |
-| `A24A`, `p.Ala24=` | a synonymous change: an error, or the row is left out or kept |
-
-Three-letter codes and brackets are from HGVS (den Dunnen et al. 2016, https://hgvs-nomenclature.org); `_wt` is from
-Enrich2 (Rubin et al. 2017). Lower case is accepted too.
+"""Reads measured variants of one or several proteins from tables in the formats that laboratories use.
 
 In many tables, position 1 is the start of the mature protein, of a construct or of a crystal structure, not residue 1
 of the sequence. So each wild-type letter is compared with the sequence.
 """
 
-import functools
-import itertools
-import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from Bio.Data.IUPACData import protein_letters_3to1_extended
 
+from esmshard.data.mutations import (
+    STOP,
+    Mutation,
+    RefusedVariant,
+    WildType,
+    WildTypes,
+    compare,
+    name_of,
+    parse_variant,
+    renumbered,
+    wild_type_of,
+)
 from esmshard.errors import InputError, UsageError
 from esmshard.io.sequences import is_sequence_table, read_fasta
 from esmshard.io.symbols import Edits, nucleotides
 from esmshard.io.tables import Table, counted, first_three, listed, read_table, shown
-from esmshard.vocab import BETWEEN, RESIDUES, STANDARD, encode_residues
+from esmshard.vocab import BETWEEN, RESIDUES, encode_residues
 
-STOP = "*"
-
-_WILD = frozenset(RESIDUES)
-_MUTANT = frozenset(STANDARD + "UO" + STOP)
-_LETTER = {name.upper(): letter for name, letter in protein_letters_3to1_extended.items()} | {"TER": STOP}
-_WILD_TYPE = frozenset({"wt", "_wt", "wildtype", "wild-type", "wild_type", "wild type", "=", "p.=", "p.(=)", "p.[=]"})
-_ACCESSION = re.compile(r"([NX]P_\d+|[A-Z][A-Z0-9_]*\d\.\d+):(?=p\.)")
-_JOINED = re.compile(r"\s*[:;,/+]\s*|\s+")
-_SUBSTITUTION = re.compile(r"([A-Z]{3}|[A-Z])(-?\d{1,6})([A-Z]{3}|[A-Z]|\*|=)", re.ASCII | re.IGNORECASE)
 _HOW = "write A24G, A24G:V30L or p.Ala24Gly, and WT for the wild type; remove rows of other changes"
 """The end of error messages about unusable cells of the mutation column: how to write a valid cell."""
-
-
-class RefusedVariant(InputError):
-    """The error for a cell of a table that does not name a valid variant."""
-
-
-# A named tuple sorts and hashes ten times faster than a dataclass, and tables have hundreds of thousands of mutations.
-class Mutation(NamedTuple):
-    """A change of one residue of a protein, such as `A24G`: residue 24 changes from A to G.
-
-    >>> print(Mutation(23, "A", "G"))
-    A24G
-    """
-
-    position: int
-    """The position in the protein, counted from 0."""
-    wild: str
-    mutant: str
-    """The letter of the new residue. `*` is a stop codon. The same letter as in `wild` is a synonymous change."""
-
-    def __str__(self) -> str:
-        return f"{self.wild}{self.position + 1}{self.mutant}"
-
-
-def name_of(mutations: tuple[Mutation, ...]) -> str:
-    """Return the name of a variant: its mutations as `A24G:V30L`, or `WT` without mutations."""
-    return ":".join(map(str, mutations)) or "WT"
-
-
-def renumbered(mutations: tuple[Mutation, ...], shift: int) -> tuple[Mutation, ...]:
-    """Add `shift` to the position of each mutation.
-
-    >>> name_of(renumbered((Mutation(0, "M", "L"),), 23))
-    'M24L'
-    """
-    return tuple(Mutation(m.position + shift, m.wild, m.mutant) for m in mutations)
-
-
-def parse_variant(cell: str) -> tuple[Mutation, ...]:
-    """Parse a cell of the mutation column. Return its mutations, sorted by position; () for the wild type. Raises
-    `RefusedVariant` if the cell is empty, has another form, or changes a position twice.
-
-    >>> [str(mutation) for mutation in parse_variant("p.[Val30Leu;Ala24Gly]")]
-    ['A24G', 'V30L']
-    >>> parse_variant("WT")
-    ()
-    """
-    cell = cell.strip()
-    if cell.lower() in _WILD_TYPE:
-        return ()
-    if not cell:
-        raise RefusedVariant("an empty cell")
-    body = _ACCESSION.sub("", cell, count=1) if "p." in cell else cell
-    if body[:2].lower() == "p.":
-        body = body[2:]
-        for opening, closing in ("[]", "()"):
-            if body.startswith(opening) and body.find(closing) == len(body) - 1:
-                body = body[1:-1]
-    mutations = tuple(sorted(_substitution(word) for word in _JOINED.split(body)))
-    for mutation, following in itertools.pairwise(mutations):
-        if mutation.position == following.position:
-            raise RefusedVariant(f"{shown(cell)} changes position {mutation.position + 1} twice")
-    return mutations
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _substitution(word: str) -> Mutation:
-    code = word.removeprefix("p.")
-    if code.startswith("(") and code.endswith(")"):
-        code = code[1:-1]
-    match = _SUBSTITUTION.fullmatch(code)
-    if match:
-        before, number, after = match[1].upper(), match[2], match[3].upper()
-        wild = _LETTER.get(before, before)
-        mutant = wild if after == "=" else _LETTER.get(after, after)
-        if wild in _WILD and (mutant in _MUTANT or mutant == wild):
-            return Mutation(int(number) - 1, wild, mutant)
-    raise RefusedVariant(f"{shown(word)} is no substitution")
-
-
-def compare(sequence: str, wild_type: str) -> tuple[Mutation, ...]:
-    """Return the substitutions that turn `wild_type` into `sequence`. Raises `RefusedVariant` if the lengths differ, or
-    if `sequence` has a character that is no residue, such as a gap.
-
-    >>> [str(mutation) for mutation in compare("MKV", "MKT")]
-    ['T3V']
-    """
-    text = "".join(sequence.split())
-    if len(text) == len(wild_type) + 1:
-        text = text.removesuffix(STOP)
-    if len(text) != len(wild_type):
-        raise RefusedVariant(f"{shown(sequence)} has {counted(len(text), 'residue')}, the wild type {len(wild_type):,}")
-    if not text.isascii():  # `upper` turns some of the other letters into two letters.
-        raise RefusedVariant(f"{shown(sequence)} is no sequence in one-letter codes")
-    text = text.upper()
-    differ_L = np.frombuffer(text.encode(), np.uint8) != np.frombuffer(wild_type.encode(), np.uint8)
-    mutations = tuple(Mutation(k, wild_type[k], text[k]) for k in np.flatnonzero(differ_L).tolist())
-    for mutation in mutations:
-        if mutation.mutant not in _MUTANT:
-            raise RefusedVariant(f"{shown(mutation.mutant)} at position {mutation.position + 1} is not one residue")
-    return mutations
-
-
+_OR_INDELS = ", or set task.head=likelihood task.context=sequence, which reads insertions and deletions"
 _ENOUGH = 0.99  # An automatic shift fits at least this share of the mutations.
 _FEWEST = 5  # An automatic shift fits at least this number of sites (1 letter in 17 matches by chance).
 _PROPOSED = 3  # A shift that an error message proposes fits at least this number of sites.
 
-MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut")
-SEQUENCE_COLUMNS = ("mutated_sequence", "sequence")
+MUTANT_COLUMNS = ("mutant", "mutation", "mutations", "variant", "hgvs_pro", "hgvs_p", "mut", "mut_type")
+SEQUENCE_COLUMNS = ("mutated_sequence", "sequence", "aa_seq")
 TARGET_COLUMNS = (
     *("DMS_score", "score", "fitness", "target", "effect", "activity", "value", "label", "y"),
     *("log_fitness", "enrichment", "ddG", "dms", "y_true"),
@@ -177,9 +61,11 @@ COMBINED of them change several sites.
 
 @dataclass(frozen=True, eq=False)
 class Variants:
-    """N variants of one protein with T measured targets, in the order of their first rows in the table."""
+    """N variants of one or several proteins with T measured targets, in the order of their first rows in the table."""
 
-    wild_type: str
+    wild_types: WildTypes
+    proteins: list[str]
+    """The name of each variant's protein, a key of `wild_types`."""
     mutations: list[tuple[Mutation, ...]]
     """The mutations of each variant, sorted by position; () for the wild type. Position 0 is the first residue."""
     target_NT: npt.NDArray[np.float64]
@@ -200,19 +86,19 @@ class Variants:
     def __len__(self) -> int:
         return len(self.mutations)
 
+    @property
+    def wild_type(self) -> str:
+        """The residues of the only protein."""
+        return self.wild_types[""].residues
+
     def sequences(self) -> list[str]:
-        """Return the whole sequence of each variant."""
-        wild_type, sequences = self.wild_type.encode(), []
-        for mutations in self.mutations:
-            sequence = bytearray(wild_type)
-            for mutation in mutations:
-                sequence[mutation.position] = ord(mutation.mutant)
-            sequences.append(sequence.decode())
-        return sequences
+        """Return the whole sequence of each variant, with `:` between chains."""
+        pairs = zip(self.proteins, self.mutations, strict=True)
+        return [self.wild_types[protein].mutated(mutations) for protein, mutations in pairs]
 
     def names(self) -> list[str]:
-        """Return the name of each variant, such as `A24G:V30L` or `WT`."""
-        return [name_of(mutations) for mutations in self.mutations]
+        """Return the name of each variant, such as `A24G:V30L` or `WT`; see `name_of`."""
+        return [name_of(mutations, protein) for protein, mutations in zip(self.proteins, self.mutations, strict=True)]
 
     def positions(self) -> list[frozenset[int]]:
         """Return the mutated positions of each variant, counted from 0."""
@@ -223,29 +109,34 @@ def read_variants(
     path: Path,
     *,
     wild_type: Path | str,
+    protein: str | None = None,
     mutant: str | None = None,
     targets: Sequence[str] | None = (),
     offset: int | Literal["auto"] = 0,
     unusable: Unusable = "error",
     keep_synonymous: bool = False,
+    indels: bool = False,
     replicates: Replicates = "error",
 ) -> Variants:
     """Read the variants of a table, and check each mutation against the wild type.
 
     Args:
         path: the path of the table; see the function `tables.read_table`.
-        wild_type: the path of a FASTA file with one record, or of a table (see `protein_of_table`); or the sequence in
-            upper case (a str).
+        wild_type: the path of a FASTA file, or of a table (see `wild_types_of_table`); or the sequence of the only
+            protein in upper case (a str).
+        protein: the column with the name of each row's protein; None for a table of one protein.
         mutant: the column of mutations; by default the only column with a name in MUTANT_COLUMNS, in upper or lower
             case. Without such a column, a column of sequences (SEQUENCE_COLUMNS) is compared with the wild type.
         targets: the columns of measured values; by default the only column with a name in TARGET_COLUMNS. None reads no
             values.
         offset: the number to add to each position in the table. If the positions do not fit the wild type, "auto"
-            searches for a number with which at least five sites and nearly all mutations fit.
+            searches for a number with which at least five sites and nearly all mutations fit. There is no search in a
+            table of several proteins.
         unusable: `drop` leaves out unusable rows, `error` refuses the table. A row is unusable if it has a stop codon,
             a synonymous change or no valid mutation, or does not fit the wild type. Even with `drop`, the table is
             refused if over a tenth of the rows have no valid mutation, or if over a tenth do not fit the wild type.
         keep_synonymous: whether rows with synonymous changes are kept, with names such as `A24A`.
+        indels: whether rows with insertions and deletions are valid.
         replicates: if a variant is in several rows, `error` refuses the table, `mean` averages the values, and `keep`
             makes a variant of each row.
 
@@ -253,38 +144,40 @@ def read_variants(
         UsageError: arguments contradict each other.
         InputError: the table or the wild type cannot be read, the table does not fit the wild type, or no row is left.
     """
-    reading = read_rows(path, wild_type, mutant, targets, offset, unusable, keep_synonymous)
+    reading = read_rows(path, wild_type, protein, mutant, targets, offset, unusable, keep_synonymous, indels)
     return reading.merged(replicates)
 
 
 def read_rows(
     path: Path,
     wild_type: Path | str,
+    protein: str | None = None,
     mutant: str | None = None,
     targets: Sequence[str] | None = (),
     offset: int | Literal["auto"] = 0,
     unusable: Unusable = "error",
     keep_synonymous: bool = False,
+    indels: bool = False,
 ) -> "Reading":
     """Read the rows of a table of variants. For arguments and errors see `read_variants`."""
     table, notices = read_table(path), list[str]()
-    if isinstance(wild_type, Path):
-        of_table = is_sequence_table(wild_type)
-        protein = protein_of_table(wild_type, table, mutant, notices) if of_table else protein_of(wild_type, notices)
+    proteins = [""] * len(table) if protein is None else table.column(protein, "name another column in data.protein")
+    if isinstance(wild_type, str):
+        wild_types = {"": wild_type_of(wild_type)}
+    elif is_sequence_table(wild_type):
+        wild_types = wild_types_of_table(wild_type, table, proteins, mutant, notices)
     else:
-        protein = wild_type
+        wild_types = wild_types_of(wild_type, table, proteins, notices)
     name = "the wild type" if isinstance(wild_type, str) else str(wild_type)
-    reading = Reading(table, protein, name, unusable, notices)
+    reading = Reading(table, wild_types, proteins, name, unusable, notices, indels=indels)
     column, has_sequences = (mutant, False) if mutant is not None else _column(table)
     if has_sequences and offset not in (0, "auto"):
         raise UsageError(f"{path}: offset shifts numbered mutations; leave it out, as {shown(column)} has sequences")
     reading.read_targets(targets)
-    if has_sequences:
-        reading.parse(column, functools.partial(compare, wild_type=protein))
-    else:
-        reading.parse(column, parse_variant)
+    reading.parse(column, has_sequences=has_sequences)
+    if not has_sequences:
         reading.place(offset)
-    reading.remove(lambda mutation: mutation.mutant == STOP, "a stop codon")
+    reading.remove(lambda mutation: STOP in mutation.mutant, "a stop codon")
     if not keep_synonymous:
         reading.remove(lambda mutation: mutation.mutant == mutation.wild, "a synonymous change")
     if not reading.variants:
@@ -309,10 +202,14 @@ class Reading:
     """The rows of a table of variants while they are read, before rows of the same variant are merged."""
 
     table: Table
-    protein: str
-    protein_name: str
+    wild_types: WildTypes
+    proteins: Sequence[str]
+    """The name of each row's protein, a key of `wild_types`."""
+    source: str
+    """The path of the wild types, or `the wild type`."""
     unusable: Unusable
     notices: list[str]
+    indels: bool = False
     left_out: dict[int, str] = field(default_factory=dict)
     variants: dict[int, tuple[Mutation, ...]] = field(default_factory=dict)
     """The mutations of each row that is not left out."""
@@ -377,45 +274,59 @@ class Reading:
         self.leave_out(dict.fromkeys(np.flatnonzero(missing_RT.all(1)).tolist(), why), why)
         self.target_names, self.target_RT = names, target_RT
 
-    def parse(self, column: str, read: Callable[[str], tuple[Mutation, ...]]) -> None:
-        """Parse the cells of `column` with the function `read`, except in left-out rows. Rows that `read` refuses are
-        left out too. If the share of refused rows is above `max_unusable`, `InputError` names the first three.
+    def parse(self, column: str, *, has_sequences: bool) -> None:
+        """Parse the mutations or sequences in `column`, except in left-out rows. Rows without a valid variant are left
+        out too. If their share is above `max_unusable`, `InputError` names the first three.
         """
         rows = [row for row in range(len(self.table)) if row not in self.left_out]
-        cells, refused = self.table.column(column), dict[int, str]()
+        cells, refused, changes_length = self.table.column(column), dict[int, str](), False
         for row in rows:
             try:
-                self.variants[row] = read(cells[row])
+                if has_sequences:
+                    variant = compare(cells[row], self.wild_types[self.proteins[row]].residues, indels=self.indels)
+                else:
+                    variant = parse_variant(cells[row])
+                if not self.indels and not all(mutation.is_substitution for mutation in variant):
+                    changes_length = True
+                    raise RefusedVariant(f"{shown(cells[row])} is no substitution")
+                self.variants[row] = variant
             except RefusedVariant as error:
                 refused[row] = str(error)
         if len(refused) > self.max_unusable * len(rows):
             share = f"{len(refused):,} of {counted(len(rows), 'cell')} of column {shown(column)}"
-            raise InputError(f"{self.table.path}: {share} cannot be used: {self.reasons(refused)}; {_HOW}")
+            raise InputError(
+                f"{self.table.path}: {share} cannot be used: {self.reasons(refused)}; {_HOW}"
+                + _OR_INDELS * changes_length
+            )
         self.leave_out(refused, f"whose {shown(column)} names no substitutions", each=True)
 
     def place(self, offset: int | Literal["auto"]) -> None:
-        """Add `offset` (for `auto`, a shift that fits the wild type) to all positions. Leave out variants that do not
-        fit. If their share is above `max_unusable`, `InputError` names the first three.
+        """Add `offset` (for `auto`, a shift that fits the only wild type) to all positions. Leave out variants that do
+        not fit. If their share is above `max_unusable`, `InputError` names the first three.
         """
-        path, protein, name = self.table.path, self.protein, self.protein_name
-        counts = Counter(itertools.chain.from_iterable(self.variants.values()))
+        path, name = self.table.path, self.source
+        counts = Counter((self.proteins[row], change) for row, variant in self.variants.items() for change in variant)
         shift, total = 0 if offset == "auto" else offset, counts.total()
 
-        def residue(mutation: Mutation) -> str:
-            place = mutation.position + shift
-            return protein[place] if 0 <= place < len(protein) else ""
+        def residue(protein: str, mutation: Mutation) -> str:
+            place, residues = mutation.position + shift, self.wild_types[protein].residues
+            return residues[place] if 0 <= place < len(residues) else ""
 
         def misfits() -> dict[int, list[Mutation]]:
-            wrong = {mutation for mutation in counts if residue(mutation) != mutation.wild}
-            return {row: bad for row, variant in self.variants.items() if (bad := [m for m in variant if m in wrong])}
+            # The wild letters inside a longer deletion are not known.
+            wrong = {key for key in counts if not (letter := residue(*key)) or key[1].wild not in ("", letter)}
+            bad = {row: [m for m in each if (self.proteins[row], m) in wrong] for row, each in self.variants.items()}
+            return {row: mutations for row, mutations in bad.items() if mutations}
 
         def reasons() -> dict[int, str]:
-            has = {row: residue(bad[0]) or "no such position" for row, bad in wrong.items()}
+            has = {row: residue(self.proteins[row], bad[0]) or "no such position" for row, bad in wrong.items()}
             return {row: f"{bad[0]} (the wild type has {has[row]})" for row, bad in wrong.items()}
 
         wrong = misfits()
-        if wrong:
-            best, fit, sites = _best_shift(counts, protein)
+        if wrong and len(self.wild_types) == 1:
+            best, fit, sites = _best_shift(
+                Counter({key[1]: count for key, count in counts.items()}), next(iter(self.wild_types.values())).residues
+            )
             how = "as numbered" if shift == 0 else f"with offset={shift}"
             fitting = total - sum(map(len, wrong.values()))
             shifted = (
@@ -438,13 +349,16 @@ class Reading:
                 )
         if len(wrong) > self.max_unusable * len(self.variants):
             how = f"mutations shifted by {shift:+d}" if shift else "mutations"
+            length = sum(len(wild_type.residues) for wild_type in self.wild_types.values())
             raise InputError(
                 f"{path}: {sum(map(len, wrong.values())):,} of {total:,} {how} do not fit {name} with "
-                f"{counted(len(protein), 'residue')}: {self.reasons(reasons())}; correct the rows, the wild type or "
-                "the offset"
+                f"{counted(length, 'residue')}: {self.reasons(reasons())}; correct the rows, the wild type or the "
+                "offset"
             )
         self.leave_out(reasons(), f"with another residue than {name} has", each=True)
-        self.variants = {row: renumbered(variant, shift) for row, variant in self.variants.items()}
+        for row, variant in self.variants.items():
+            known = (m if m.wild else m._replace(wild=residue(self.proteins[row], m)) for m in variant)
+            self.variants[row] = renumbered(tuple(known), shift)
         self.offset = shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
@@ -460,23 +374,26 @@ class Reading:
 
     def merged(self, replicates: Replicates) -> Variants:
         """Return the variants, after rows of the same variant were averaged, kept apart or refused."""
-        table, groups = self.table, defaultdict[tuple[Mutation, ...], list[int]](list)
+        table, groups = self.table, defaultdict[tuple[str, tuple[Mutation, ...]], list[int]](list)
         for row, mutations in self.variants.items():
-            groups[mutations].append(row)
-        several = [mutations for mutations, rows in groups.items() if len(rows) > 1]
+            groups[self.proteins[row], mutations].append(row)
+        several = [key for key, rows in groups.items() if len(rows) > 1]
         if several:
-            named = first_three(several, lambda key: f"{shown(name_of(key))} in {first_three(groups[key], table.at)}")
+            named = first_three(
+                several, lambda key: f"{shown(name_of(key[1], key[0]))} in {first_three(groups[key], table.at)}"
+            )
             rows_of = f"{counted(len(several), 'variant')} in several rows: {named}"
             if replicates == "error":
                 raise InputError(f"{table.path}: {rows_of}; set data.replicates=mean, or remove all but one row")
             self.notices.append(f"{table.path}: {'averaged' if replicates == 'mean' else 'kept apart'} {rows_of}")
-        pairs = [(mutations, tuple(rows)) for mutations, rows in groups.items()]
+        pairs = [(key, tuple(rows)) for key, rows in groups.items()]
         if replicates == "keep":
-            pairs = [(mutations, (row,)) for row, mutations in self.variants.items()]
+            pairs = [((self.proteins[row], mutations), (row,)) for row, mutations in self.variants.items()]
         rows_N = [rows for _, rows in pairs]
         return Variants(
-            wild_type=self.protein,
-            mutations=[mutations for mutations, _ in pairs],
+            wild_types=self.wild_types,
+            proteins=[protein for (protein, _), _ in pairs],
+            mutations=[mutations for (_, mutations), _ in pairs],
             target_NT=averaged(self.target_RT, rows_N),
             target_names=self.target_names,
             rows=rows_N,
@@ -487,61 +404,107 @@ class Reading:
         )
 
 
-def protein_of(fasta: Path, notices: list[str] | None = None) -> str:
-    """Return the only sequence in a FASTA file. Sentences about changed letters are appended to `notices`."""
+def protein_of(fasta: Path) -> str:
+    """Return the only sequence in a FASTA file, which has one chain."""
+    wild_type = read_wild_type(fasta)
+    if wild_type.breaks:
+        raise InputError(f"{fasta}: the wild type has several chains; give only the chain that the variants change")
+    return wild_type.residues
+
+
+def read_wild_type(fasta: Path) -> WildType:
+    """Read the only record of a FASTA file, which may have several chains."""
+    return _of_fasta(fasta, [])[""]
+
+
+def wild_types_of(fasta: Path, measured: Table, proteins: Sequence[str], notices: list[str]) -> WildTypes:
+    """Return the wild type of each of `proteins`, the names of the proteins of R rows, from a FASTA file. Sentences
+    about changed letters are appended to `notices`.
+    """
+    names = set(proteins)
+    records = _of_fasta(fasta, notices, names)
+    if missing := sorted(names - records.keys()):
+        row = proteins.index(missing[0])
+        raise InputError(
+            f"{measured.where(row)}: {fasta} has no record {shown(missing[0])}, and {len(missing):,} of "
+            f"{counted(len(names), 'protein')} have none; add these records, or remove their rows"
+        )
+    return {name: records[name] for name in dict.fromkeys(proteins)}
+
+
+def _of_fasta(fasta: Path, notices: list[str], names: Collection[str] = ("",)) -> WildTypes:
+    """Return the records of a FASTA file by id. If `names` has only an empty name, the only record gets this name."""
     edits = Edits()
     records = list(read_fasta(fasta, edits))
-    if len(records) > 1:
+    if "" in names and len(records) > 1:
         ids = first_three(records, lambda record: record.id)
-        raise InputError(f"{fasta}: has {len(records):,} records ({ids}); leave only the record of the wild type")
-    if BETWEEN in records[0].sequence:
-        raise InputError(f"{fasta}: the wild type has several chains; give only the chain that the variants change")
-    residues = np.frombuffer(encode_residues(records[0].sequence), np.uint8)
-    if suspicion := nucleotides([residues], "1 record"):
+        raise InputError(
+            f"{fasta}: has {len(records):,} records ({ids}); leave only the record of the wild type, or name the "
+            "column of proteins in data.protein"
+        )
+    residues = [np.frombuffer(encode_residues(record.sequence), np.uint8) for record in records]
+    if suspicion := nucleotides(residues, "1 record" if len(records) == 1 else f"{len(records):,} records"):
         raise InputError(f"{fasta}: {suspicion}; give the protein that it codes for")
-    if notices is not None:
-        notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
-    return records[0].sequence
+    notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
+    return {"" if "" in names else record.id: wild_type_of(record.sequence) for record in records}
 
 
-def protein_of_table(path: Path, measured: Table, mutant: str | None, notices: list[str]) -> str:
-    """Return the wild type of the table `measured` from the table at `path`, and append a sentence to `notices`.
+def wild_types_of_table(
+    path: Path, measured: Table, proteins: Sequence[str], mutant: str | None, notices: list[str]
+) -> WildTypes:
+    """Return the wild types of the table `measured` from the table at `path`, and append a sentence to `notices`.
+    `proteins` has the name of the protein of each row of `measured`.
 
-    - ProteinGym's reference file has the columns `DMS_id` and `target_seq`. The row of `measured` has its file name,
-      without the ending, in `DMS_id`, or with it in `DMS_filename`.
+    - ProteinGym's reference file has the columns `DMS_id` and `target_seq`. `DMS_id` is the name of the protein, or for
+      a table of one protein its file name without the ending. `DMS_filename` may have the file name with the ending.
     - In a table with mutations and mutated sequences, as ProteinGym's assays have them, substitutions are undone.
 
-    Raises `InputError` if there is no such row, or if the rows do not agree on the wild type.
+    Raises `InputError` if there is no such row, or if the rows of a protein do not agree on the wild type.
     """
     table, fix = measured if path == measured.path else read_table(path), "set data.wild_type=wt.fasta, a FASTA file"
     if "target_seq" in table.columns:
-        ids, name = table.column("DMS_id"), measured.path.name
-        rows = [row for row in range(len(table)) if name.startswith(f"{ids[row]}.")]
-        rows += [row for row, file in enumerate(table.columns.get("DMS_filename", ())) if file == name]
-        if not rows:
-            raise InputError(f"{path}: no DMS_id is the name of {name} without its ending; rename {name}, or {fix}")
-        protein = table.columns["target_seq"][rows[0]].upper()
-        if not protein or set(protein) - _WILD:
-            raise InputError(f"{table.where(rows[0])}: 'target_seq' is no sequence of residues; {fix}")
-        notices.append(f"{path}: the wild type is 'target_seq' of {ids[rows[0]]} ({table.at(rows[0])})")
-        return protein
+        ids, file = table.column("DMS_id"), measured.path.name
+        row_of = {name: row for row, name in enumerate(ids)}
+        rows = [row for row in range(len(table)) if file.startswith(f"{ids[row]}.")]
+        rows += [row for row, name in enumerate(table.columns.get("DMS_filename", ())) if name == file]
+        row_of |= {"": rows[0]} if rows else {}
+        wild_types = {}
+        for name in dict.fromkeys(proteins):
+            if name not in row_of:
+                what = f"is {shown(name)}" if name else f"is the name of {file} without its ending"
+                raise InputError(f"{path}: no DMS_id {what}; rename {'it' if name else file}, or {fix}")
+            sequence = table.columns["target_seq"][row_of[name]].upper()
+            if not sequence or set(sequence) - set(RESIDUES):
+                raise InputError(f"{table.where(row_of[name])}: 'target_seq' is no sequence of residues; {fix}")
+            wild_types[name] = WildType(sequence)
+        if "" in wild_types:
+            notices.append(f"{path}: the wild type is 'target_seq' of {ids[row_of['']]} ({table.at(row_of[''])})")
+        return wild_types
     mutant = mutant or table.only_column(MUTANT_COLUMNS, NAME_MUTANT)
     sequences = table.only_column(SEQUENCE_COLUMNS, "rename one of them")
     if mutant is None or sequences is None:
         raise InputError(f"{path}: tells no wild type, as it lacks mutations or mutated sequences; {fix}")
-    row_of = dict[str, int]()
+    rows_of = defaultdict[str, dict[str, int]](dict)  # for each protein, the first row of each wild type
+    names = proteins if table is measured else [""] * len(table)
     for row, (cell, sequence) in enumerate(zip(table.column(mutant), table.columns[sequences], strict=True)):
         with suppress(RefusedVariant):  # `Reading.parse` reports such cells
-            letters = list(sequence.upper())
-            for place, wild, letter in parse_variant(cell):
+            variant = parse_variant(cell)
+            if not all(mutation.is_substitution for mutation in variant):
+                continue
+            letters = list(sequence.upper().replace(BETWEEN, ""))
+            for place, wild, letter in variant:
                 if letters[place : place + 1] != [letter]:
                     raise InputError(f"{table.where(row)}: {shown(cell)} does not fit {shown(sequences)}; {fix}")
                 letters[place] = wild
-            row_of.setdefault("".join(letters), row)
-    if len(row_of) != 1:
-        raise InputError(f"{path}: rows have different wild types ({first_three([*row_of.values()], table.at)}); {fix}")
+            breaks = wild_type_of(sequence).breaks
+            rows_of[names[row]].setdefault(WildType("".join(letters), breaks).mutated(()), row)
+    for name in dict.fromkeys(proteins):
+        if len(rows_of[name]) != 1:
+            rows, of = [*rows_of[name].values()], f" of {shown(name)}" if name else ""
+            what = f"rows{of} have different wild types ({first_three(rows, table.at)})" if rows else f"no row{of} fits"
+            raise InputError(f"{path}: {what}; {fix}")
     notices.append(f"{path}: the wild type follows from {shown(mutant)} and {shown(sequences)}")
-    return next(iter(row_of))
+    return {name: wild_type_of(next(iter(rows_of[name]))) for name in dict.fromkeys(proteins)}
 
 
 def _column(table: Table) -> tuple[str, bool]:

@@ -170,10 +170,14 @@ def _freeze(trunk: Trunk, part: str) -> None:
             raise UsageError("adapt.freeze: tracks: the model has no parameters for tracks; remove this entry")
         frozen = [p for n, p in trunk.named_parameters() if n.startswith(prefixes)]
     else:
-        first, _, last = part.removeprefix("layers.").partition("-")
-        layers = slice(int(first), int(last or first) + 1)
-        if layers.stop > len(trunk.layers):
-            raise UsageError(f"adapt.freeze: {part}: the model has layers.0 to layers.{len(trunk.layers) - 1}")
+        name, count = part.removeprefix("layers."), len(trunk.layers)
+        if name.startswith("all-but-"):
+            layers = slice(0, count - int(name.removeprefix("all-but-")))
+        else:
+            first, _, last = name.partition("-")
+            layers = slice(int(first), int(last or first) + 1)
+        if not 0 <= layers.stop <= count:
+            raise UsageError(f"adapt.freeze: {part}: the model has layers.0 to layers.{count - 1}")
         frozen = [p for layer in trunk.layers[layers] for p in layer.parameters()]
     for parameter in frozen:
         parameter.requires_grad_(False)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.labels.coordinates import MIN_SEPARATION
-from esmshard.data.variants import Mutation
+from esmshard.data.mutations import Mutation
 from esmshard.errors import InputError, UsageError
 from esmshard.io.paths import scratch_directory
 

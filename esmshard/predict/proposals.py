@@ -11,7 +11,8 @@ import numpy.typing as npt
 from scipy.special import ndtr
 from sklearn.preprocessing import MultiLabelBinarizer
 
-from esmshard.data.variants import Mutation, is_library, name_of
+from esmshard.data.mutations import Mutation, name_of
+from esmshard.data.variants import is_library
 from esmshard.errors import UsageError
 from esmshard.io.tables import counted
 from esmshard.vocab import STANDARD

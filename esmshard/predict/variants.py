@@ -1,6 +1,7 @@
 """Ranks variants by fine-tuned models or a baseline, with intervals, and proposes variants to measure."""
 
 import csv
+import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -13,9 +14,10 @@ from scipy.special import ndtri
 
 from esmshard.data.batching.loader import SEEN as SEEN_FILE
 from esmshard.data.batching.loader import Examples
+from esmshard.data.mutations import Mutation, name_of, parse_variant, renumbered
 from esmshard.data.splits.variant_records import OUT_OF_FOLD as OUT_OF_FOLD_FILE
 from esmshard.data.splits.variant_records import VariantRecords
-from esmshard.data.variants import Mutation, is_library, name_of, parse_variant, read_variants, renumbered
+from esmshard.data.variants import is_library, read_variants, read_wild_type
 from esmshard.devices import DeviceName
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.io.paths import read_json, replace_json, without_directories
@@ -28,7 +30,8 @@ from esmshard.recipe.sections import Recipe
 from esmshard.tasks.finetuned import FineTuned, load_base, load_finetuned
 from esmshard.tasks.metrics import LEAST, PREDICTIVE, Interval, coverage, variant_spearman
 from esmshard.tasks.registry import traits
-from esmshard.tasks.variants import FROZEN, ONE_HOT, SHORT, VariantTask, fit_scale
+from esmshard.tasks.variant_baselines import FROZEN, ONE_HOT, SHORT
+from esmshard.tasks.variants import VariantTask, fit_scale
 from esmshard.vocab import STANDARD
 
 Array = npt.NDArray[np.float64]
@@ -38,6 +41,8 @@ SUMMARY = "summary.json"
 NOT_RANKED = "not ranked because"
 IN_TABLE, IN_WILD_TYPE = "mutant in table", "mutant in wild type"
 """A column with the mutations in the numbering of the run's table or of the wild type, if these numberings differ."""
+PROTEINS = ("protein", "proteins", "breaks", "first")
+"""The facts of `VariantTask` that describe its proteins."""
 OUT_OF_FOLD, SEEN, VARIED = "out-of-fold prediction", "seen in training", "sites varied in training"
 DISAGREEMENT = "disagreement of models"
 """The column with the standard deviation of the predictions over the models of all folds and seeds, in the unit of the
@@ -90,9 +95,11 @@ def listed(protein: str, variants: Sequence[Variant]) -> VariantRows:
     return VariantRows(protein, columns, list(variants), list(range(len(variants))), {}, [], 0)
 
 
-def read_rows(path: Path, protein: str | Path, mutant: str | None, offset: int | Literal["auto"]) -> VariantRows:
+def read_rows(
+    path: Path, protein: str | Path, mutant: str | None, offset: int | Literal["auto"], *, indels: bool = False
+) -> VariantRows:
     """Read the variants of a table. Equal variants are not merged, and unusable rows are left out (`read_variants`)."""
-    rules: Any = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep"}
+    rules: Any = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep", "indels": indels}
     read = read_variants(path, wild_type=protein, mutant=mutant, targets=None, offset=offset, **rules)
     mutations = [tuple(m for m in variant if m.mutant != m.wild) for variant in read.mutations]
     rows, columns = [row for (row,) in read.rows], dict(read.table.columns)
@@ -117,7 +124,7 @@ def not_of_the_20(variant: Variant) -> str:
         if mutation.wild not in STANDARD:
             site = f"{mutation.wild} at residue {mutation.position + 1}"
             return f"the wild type has {site}, which is none of the 20 amino acids"
-        if mutation.mutant not in STANDARD:
+        if not set(mutation.mutant) <= set(STANDARD):
             return f"{mutation} puts {mutation.mutant} at the site, which is none of the 20 amino acids"
     return ""
 
@@ -157,6 +164,18 @@ class Known:
     """The variants that were used to train or select at least one model; None if a model has no list of them."""
     verdict: str | None
     """The run's sentence on whether fine-tuning was better than the best baseline; None before the run is finished."""
+
+    def of_proteins(self, names: Collection[str]) -> "Known":
+        """Return what is known about the variants of one protein. `names` are its names in a table of several proteins,
+        which the names of variants then lack.
+        """
+
+        def part(values: Mapping[str, Any]) -> dict[str, Any]:
+            return {of[1]: value for name, value in values.items() if (of := name.rpartition("/")[::2])[0] in names}
+
+        seen = None if self.seen is None else frozenset(part(dict.fromkeys(self.seen)))
+        found = replace(self, measured=part(self.measured), out_of_fold=part(self.out_of_fold), seen=seen)
+        return replace(found, fold=part(self.fold), deviation=part(self.deviation))
 
     @cached_property
     def variants(self) -> list[Variant]:
@@ -199,7 +218,7 @@ def read_known(run: Path, models: Sequence[Path], targets: Sequence[str], method
     files = [model / SEEN_FILE for model in models]
     trained_on = None
     if all(file.is_file() for file in files):
-        trained_on = frozenset(name for file in files for name in file.read_text(encoding="utf-8").split())
+        trained_on = frozenset(name for file in files for name in file.read_text(encoding="utf-8").splitlines())
     rows = rows_of_run(run)
     columns = [f"{method} {name}" if len(targets) > 1 else method for name in targets]
     columns = columns if method == "predicted" else columns[:1]
@@ -256,6 +275,7 @@ def rank(
     table: Path | None,
     out: Path,
     *,
+    wild_type: Path | None = None,
     mutant: str | None = None,
     offset: int | None = None,
     propose: int | None = None,
@@ -282,6 +302,8 @@ def rank(
         run: the directory of a run of task `variant`; see `models_of`.
         table: a table of variants to rank; if None, see `all_singles`.
         out: the `.csv` file to write.
+        wild_type: for a run of several proteins, a FASTA file with the protein whose variants are ranked. It may be one
+            of the run's proteins or another.
         mutant: the column with the mutations.
         offset: a number to add to the positions of `table`; by default the offset of the run's table.
         propose: how many variants to propose. `proposals.choose` chooses them among variants that were not measured.
@@ -321,9 +343,7 @@ def rank(
     method = None if baseline is None else SHORT.get(baseline, baseline)
     check(out, facts_file(out), overwrite=overwrite)
     paths = models_of(run)
-    models = [load_finetuned(str(model), device) for model in paths]
-    if len({(model.task.facts["protein"], model.task.names) for model in models}) != 1:
-        raise InputError(f"{run}: its models have different proteins or targets; repeat the finetune command")
+    models, known, of_run = _opened(run, paths, method, wild_type, device)
     task = models[0].task
     assert isinstance(task, VariantTask)
     of_one = ("greedy",) if method is None else ("greedy", "ucb")  # what a model without uncertainty can do
@@ -334,7 +354,6 @@ def rank(
             f"--propose with --acquisition {acquisition} needs several models, and {method or run} is one; pass the "
             f"run of a cross-validation{', without --with' if method else ''}, or --acquisition greedy"
         )
-    known = read_known(Path(run), paths, task.names, method or "predicted")
     # Without a forward pass for each variant, the effects of mutations add up; see `VariantHead` and `log_odds`.
     few_passes = additive = method != FROZEN
     if method is None:
@@ -351,7 +370,7 @@ def rank(
         say(notice)
     predict = _by_models(models) if method is None else _by_baseline(method, models[0], known, device)
     values_MNT, target = predict([*rows.mutations, ()]), task.names[0]
-    values_MNT, wild_type = values_MNT[:, :-1], float(values_MNT[:, -1, 0].mean())
+    values_MNT, of_wild_type = values_MNT[:, :-1], float(values_MNT[:, -1, 0].mean())
     sign = -1.0 if target in task.facts["lower_is_better"] else 1.0
     combined: dict[str, Any] | None = None
     if combine is not None:
@@ -368,12 +387,13 @@ def rank(
     mean_N = np.asarray(values_MNT.mean(0)[:, 0], np.float64)
     order: list[int] = np.argsort(-sign * mean_N, kind="stable").tolist()
     rank_of = {n: str(place) for place, n in enumerate(order, 1)}
-    limits, interval, coverage = interval_of(known, sd_N)
+    limits, interval, coverage = interval_of(of_run, sd_N)
     facts: dict[str, Any] = {"run": run, "models": len(models), "target": target, "lower_is_better": sign < 0}
     facts |= {"table": None if table is None else str(table), "offset": rows.offset, "verdict": known.verdict}
     facts |= {"device": str(models[0].model.device), "ranked_by": method or "fine-tuned models", "interval": interval}
     facts |= {"additive": additive, "combined": combined}
-    facts["wild_type"] = {"measured": float(known.measured.get(name_of(()), "nan")), "predicted": wild_type}
+    facts["wild_type"] = {"measured": float(known.measured.get(name_of(()), "nan")), "predicted": of_wild_type}
+    facts["protein"] = None if wild_type is None else str(wild_type)
     not_ranked, messages = sorted(rows.left_out) if propose is None else [], list[str]()
     if propose is not None:
         allowed = _allowed(task, known, sites, rows.offset)
@@ -396,7 +416,8 @@ def rank(
     variants, values = [rows.mutations[n] for n in order], values_MNT[:, order]
     if sd_N is not None:
         sd_N, limits = sd_N[order], (limits[0][order], limits[1][order])
-    new = _columns(known, variants, [rank_of[n] for n in order], task.names, values, limits, sd_N)
+    anywhere = sd_N is not None or wild_type is not None  # errors out of fold are then those at new sites
+    new = _columns(known, variants, [rank_of[n] for n in order], task.names, values, limits, sd_N, anywhere)
     new = {name: [*cells, *[""] * len(not_ranked)] for name, cells in new.items()}
     if table is not None:
         new[NOT_RANKED] = [rows.left_out.get(row, "") for row in places]
@@ -408,13 +429,43 @@ def rank(
             f"{method or 'the model'} adds the effects of mutations, so it knows no epistasis: the best combinations "
             "are those of the best single substitutions"
         )
-    if method is None and (short := better_baseline(_summary(Path(run)))):
+    if method is None and wild_type is None and (short := better_baseline(_summary(Path(run)))):
         messages.append(
             f"{SHORT[short]} was better than the fine-tuned models on the test folds: add --with {short} to rank by it"
         )
     for sentence in messages:
         say(sentence)
     return len(places)
+
+
+def _opened(
+    run: str, paths: Sequence[Path], method: str | None, wild_type: Path | None, device: DeviceName
+) -> tuple[list[FineTuned], Known, Known]:
+    """Open the models of a run, and read what its files say about the variants of the protein to rank, and about all
+    variants. If the run learned several proteins, `wild_type` has the protein to rank, and the models become models of
+    this protein.
+    """
+    models = [load_finetuned(str(model), device) for model in paths]
+    facts = models[0].task.facts
+    if len({(json.dumps(list(map(model.task.facts.get, PROTEINS))), model.task.names) for model in models}) != 1:
+        raise InputError(f"{run}: its models have different proteins or targets; repeat the finetune command")
+    known = read_known(Path(run), paths, models[0].task.names, method or "predicted")
+    if "proteins" not in facts:
+        if wild_type is not None:
+            raise UsageError("--wild-type is for a run of several proteins, and this run has one; leave it out")
+        return models, known, known
+    if wild_type is None:
+        raise UsageError(f"{run}: learned several proteins; name the protein to rank, as --wild-type wt.fasta")
+    if method is not None:
+        raise UsageError("--with: the baselines of a run of several proteins rank no other variants; leave it out")
+    given = read_wild_type(wild_type)
+    of_given: dict[str, Any] = {"protein": given.residues, "breaks": list(given.breaks)}
+    of_given |= {"first": 0, "length": len(given.residues), "offset": 0}
+    each = [{key: value for key, value in model.task.facts.items() if key != "proteins"} for model in models]
+    pairs = zip(models, each, strict=True)
+    models = [replace(model, task=VariantTask(model.task.settings, own | of_given)) for model, own in pairs]
+    names = [name for name, text in facts["proteins"].items() if text == given.mutated(())]
+    return models, known.of_proteins(names), known
 
 
 def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) -> VariantRows:
@@ -433,12 +484,13 @@ def _of_protein(task: VariantTask, known: Known, variants: Sequence[Variant]) ->
 def _of_table(task: VariantTask, known: Known, path: Path, mutant: str | None, offset: int | None) -> VariantRows:
     """Read the variants of the table at `path`. By default this table and the run's table have the same numbering."""
     of_run = int(task.facts["offset"])
+    protein, indels = task.facts["protein"], task.reads_whole
     try:
-        rows = read_rows(path, task.facts["protein"], mutant, of_run if offset is None else offset)
+        rows = read_rows(path, protein, mutant, of_run if offset is None else offset, indels=indels)
     except UsageError:
         if offset is not None:
             raise
-        rows = read_rows(path, task.facts["protein"], mutant, 0)  # a table of whole sequences has no positions
+        rows = read_rows(path, protein, mutant, 0, indels=indels)  # a table of whole sequences has no positions
     if rows.offset or offset not in (None, of_run):
         rows.notices.append(f"{path}: positions were shifted by {rows.offset:+d}, but the run's table by {of_run:+d}")
     if rows.offset:
@@ -503,6 +555,7 @@ def _columns(
     values_MNT: npt.NDArray[np.float32],
     limits: tuple[Array, Array],
     sd_N: Array | None = None,
+    anywhere: bool = False,
 ) -> dict[str, list[str]]:
     """Return the columns that are added to the table of N ranked variants.
 
@@ -510,7 +563,8 @@ def _columns(
     prediction's interval, `disagreement of models` and `rank`. Then come `out-of-fold prediction` (by models that were
     not trained on the variant), `seen in training` and `sites varied in training` (yes or no). With several targets,
     names of prediction columns end with the target's name. Rank and interval belong to the first target. `sd_N`, the
-    standard deviations that a Gaussian process expects of measurements, becomes the column PREDICTIVE.
+    standard deviations that a Gaussian process expects of measurements, becomes the column PREDICTIVE. Unless
+    `anywhere` is true, only variants that are like the measured ones get limits.
     """
     names = [name_of(variant) for variant in variants]
     varied = [all(mutation.position in known.sites for mutation in variant) for variant in variants]
@@ -524,7 +578,7 @@ def _columns(
         new[f"prediction{key}"] = list(map(text, mean_NT[:, t]))
         for limit, by in zip((LOW, HIGH), limits, strict=True) if t == 0 else ():
             ends = zip((mean_NT[:, 0] + by).tolist(), like, strict=True)
-            new[f"{limit}{key}"] = [text(end) if is_like or sd_N is not None else "" for end, is_like in ends]
+            new[f"{limit}{key}"] = [text(end) if is_like or anywhere else "" for end, is_like in ends]
         new[f"{DISAGREEMENT}{key}"] = list(map(text, sd_NT[:, t]))
     if sd_N is not None:
         new[PREDICTIVE] = list(map(text, sd_N))
@@ -683,7 +737,7 @@ def _by_baseline(
 
 
 def _examples(task: VariantTask, variants: Sequence[Variant]) -> Examples:
-    records = VariantRecords(Path("variants"), task.wild_type, list(variants), int(task.facts["first"]))
+    records = VariantRecords(Path("variants"), task.wild_types, list(variants), linker=int(task.facts["linker"]))
     return Examples("input", records.path, records, None)
 
 

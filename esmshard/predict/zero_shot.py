@@ -107,7 +107,7 @@ def score(
         score_N[known] = sum_K / np.where(count_K, count_K, np.nan)
         return score_N
     sites, hidden = sorted({m.position for n in known for m in variants[n]}), method == "masked-marginals"
-    log_p_SA = log_probabilities(model, wild_type, sites, hidden=hidden, window=window, tracks=tracks)
+    log_p_SA = log_probabilities(model, encode(wild_type), sites, hidden=hidden, window=window, tracks=tracks)
     log_p_of = dict(zip(sites, log_p_SA.astype(np.float64), strict=True))
     for n in known:
         score_N[n] = sum(

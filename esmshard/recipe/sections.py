@@ -65,7 +65,7 @@ def listed(names: Sequence[str]) -> str:
 OPTIONAL = (
     *("labels", "target", "sequence_column", "id_column", "mask"),
     *("table", "wild_type", "mutant", "offset", "unusable", "replicates", "transform", "lower_is_better"),
-    *("split", "train_max", "train_share"),
+    *("split", "train_max", "train_share", "protein", "indels"),
 )
 """The keys of the section `data` that only some tasks read. `TaskSettings.data_keys` has those of a task."""
 
@@ -104,8 +104,11 @@ class DataSettings(Settings):
     test: str | None = None
     """The test records, on which the model is tested once after training. By default, the same file as `train`."""
     table: str | Annotated[tuple[str, ...], Field(min_length=1, strict=False)] | None = None
-    """For task `variant`: a table of measured variants of one protein, as CSV, TSV or Parquet (docs/variants.md). A
-    list of tables, in the order of their measurement, is read as one table."""
+    """For task `variant`: a table of measured variants, as CSV, TSV or Parquet (docs/variants.md). A list of tables, in
+    the order of their measurement, is read as one table."""
+    protein: str | None = None
+    """For a table of several proteins: the column of `table` with the name of each row's protein. `wild_type` has a
+    record with this name for each protein. Only head `network` learns several proteins."""
     align: Literal["shift", "none"] | None = None
     """For a list of tables: how to align their values. `shift`, the default, shifts each later table by the median
     difference of the variants that earlier tables contain too, such as the wild type. With `transform` log, the values
@@ -120,7 +123,10 @@ class DataSettings(Settings):
     """The column of `table` with the mutations. By default, a column with a usual name, such as `mutant`."""
     offset: Annotated[int, Field(ge=-(10**6), le=10**6)] | Literal["auto"] | None = None
     """The number to add to the positions in `table`. `auto`, the default, chooses the number with which the positions
-    fit the wild type."""
+    fit the wild type. In a table of several proteins, positions are not shifted by default."""
+    indels: Literal["keep", "drop"] | None = None
+    """What to do with rows of `table` whose variants have insertions or deletions. `keep`, the default for head
+    `likelihood` with `task.context: sequence`, is only for this head. Otherwise these rows are unusable."""
     unusable: Literal["drop", "error"] | None = None
     """What to do with unusable rows of `table`: rows without a substitution, with a stop codon, with a synonymous
     change, or with a residue that the wild type does not have. `drop`, the default, leaves these rows out and reports
@@ -135,11 +141,13 @@ class DataSettings(Settings):
     lower_is_better: Names | None = Field(None, strict=False)
     """The targets for which lower values are better, such as a dissociation constant. The ranking and the zero-shot
     scores are reversed for these targets."""
-    split: Literal["position", "contiguous", "modulo", "random", "mutations", "given"] | None = None
+    split: Literal["position", "contiguous", "modulo", "random", "mutations", "given", "protein"] | None = None
     """How to divide variants into folds. `position`, the default, keeps all variants of a position in the same fold, so
-    that test positions never occur in training. `contiguous` and `modulo` are the methods of ProteinGym. `random` gives
-    scores that are too high. `mutations` makes no folds: it trains on variants with up to `train_max` mutations, and
-    tests on variants with more mutations. `given` uses the column `set` (or `split`) of the table."""
+    that test positions never occur in training. `protein`, the default for several proteins, keeps all variants of
+    similar proteins (or of a cluster in `clusters`) in the same fold. `contiguous` and `modulo` are the methods of
+    ProteinGym. `random` gives scores that are too high. `mutations` makes no folds: it trains on variants with up
+    to `train_max` mutations, and tests on variants with more mutations. `given` uses the column `set` (or `split`)
+    of the table."""
     train_max: int | None = Field(None, ge=1, le=10**6)
     """For split `mutations`: the maximum number of mutations in a training variant; 1 by default."""
     train_share: float | None = Field(None, gt=0, le=1)
@@ -369,8 +377,8 @@ class AdaptSettings(Settings):
     frozen model, without optimizer steps."""
     freeze: Names = Field((), strict=False)
     """For method `full`: parts of the language model that are not trained, such as [embedding, layers.0-10]. Parts are
-    `embedding`, `norms`, `biases`, layers counted from 0, and `tracks` (ESM3: geometric attention and the embedding of
-    structure tokens)."""
+    `embedding`, `norms`, `biases`, layers counted from 0, `layers.all-but-1` (all layers but the last one; any other
+    number of last layers too), and `tracks` (ESM3: geometric attention and the embedding of structure tokens)."""
     rank: int | None = Field(None, ge=1, le=1024, validate_default=True)
     """For method `lora`: the rank of the LoRA matrices; 4 by default."""
     alpha: float | None = Field(None, gt=0, le=1e6, validate_default=True)
@@ -391,6 +399,8 @@ class AdaptSettings(Settings):
             )
         for part in freeze:
             layers = re.fullmatch(r"layers\.([0-9]{1,4})(?:-([0-9]{1,4}))?", part)
+            if layers is None and re.fullmatch(r"layers\.all-but-[1-9][0-9]{0,3}", part):
+                continue
             if layers is None and part not in ("embedding", "norms", "biases", "tracks"):
                 raise ValueError(
                     f"'{part}' is no part of the model; name embedding, norms, biases, tracks, or layers, such as "

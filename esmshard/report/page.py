@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from esmshard import __version__
-from esmshard.data.variants import Mutation, parse_variant
+from esmshard.data.mutations import Mutation, parse_name, parse_variant
 from esmshard.errors import InputError, reading, writing
 from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
 from esmshard.io.tables import counted
@@ -30,7 +30,7 @@ from esmshard.report.charts import Values, chart
 from esmshard.tasks.base import BEFORE, MAIN
 from esmshard.tasks.metrics import Interval, spearman_within
 from esmshard.tasks.registry import new_task
-from esmshard.train.cross_validation import AVERAGE, CURVE, HEADS, SUMMARY
+from esmshard.train.cross_validation import AVERAGE, CURVE, HEADS, OF_PROTEINS, SUMMARY
 from esmshard.train.evaluate import Comparison
 from esmshard.train.run_dir import METRICS, SWEEP, goodput, is_step, metrics_of, read_status
 
@@ -273,7 +273,10 @@ def variants_page(run: Path) -> dict[str, Any]:
     of_baselines = {method: gain for method, gain in gains.items() if method not in (*HEADS.values(), AVERAGE)}
     comparison = Comparison("Spearman", metrics, of_baselines)
     best = comparison.best
-    targets, mutations, measured_NT, predicted_NT, fold_N = _out_of_fold(run)
+    targets, names, measured_NT, predicted_NT, fold_N = _out_of_fold(run)
+    proteins, mutations = zip(*map(parse_name, names), strict=True) if names else ((), ())
+    several = any(proteins)
+    within_N = np.unique(proteins, return_inverse=True)[1] if several else fold_N
     targets = targets or [joint["targets"]]
     pairs = dict(zip(targets, zip(measured_NT.T, predicted_NT.T, strict=True), strict=True))
     ranked = _ranked(run / RANKED)
@@ -301,8 +304,9 @@ def variants_page(run: Path) -> dict[str, Any]:
             for method, row in summary["metrics"].items()
         },
         "measured": _measured(pairs),
-        "rho": {name: spearman_within(b_N, a_N, fold_N) for name, (a_N, b_N) in pairs.items()},
-        "maps": _maps(targets, mutations, measured_NT, ranked),
+        "rho": {name: spearman_within(b_N, a_N, within_N) for name, (a_N, b_N) in pairs.items()},
+        "maps": None if several else _maps(targets, mutations, measured_NT, ranked),
+        "proteins": _of_proteins(run / OF_PROTEINS) if several else None,
         "curve": _learning_curve(run / CURVE),
         "ranked": ranked,
         "better": better_baseline(summary),
@@ -312,9 +316,19 @@ def variants_page(run: Path) -> dict[str, Any]:
     }
 
 
-def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Values, Values, Any]:
+def _of_proteins(path: Path) -> dict[str, Any]:
+    """Return the rows of `proteins.csv`, best first, but at most `BEST` of them, and a chart of all rows."""
+    head, *body = _rows(path)
+    best = sorted(body, key=lambda row: -number(row[3]) if row[3] else math.inf)
+    pairs = [(number(row[4]), number(row[3])) for row in body if row[3] and row[4]]
+    drawn = chart(charts.dots, *np.array(pairs).T, head[4], head[3], same_unit=True, height=3.3) if pairs else None
+    rows = [[*row[:3], *(unit_text(number(cell)) if cell else "" for cell in row[3:])] for row in best]
+    return {"head": head, "rows": rows[:BEST], "count": len(body), "chart": drawn}
+
+
+def _out_of_fold(run: Path) -> tuple[list[str], list[str], Values, Values, Any]:
     """Read from `variants.csv` the variants that have a prediction. Return the names of the targets (empty for a single
-    target), and the mutations, measured values, predicted values and fold of each variant.
+    target), and the name, measured values, predicted values and fold of each variant.
     """
     rows = rows_of_run(run)
     targets = [name.removeprefix("predicted ") for name in rows[0] if name.startswith("predicted ")] if rows else []
@@ -326,7 +340,7 @@ def _out_of_fold(run: Path) -> tuple[list[str], list[tuple[Mutation, ...]], Valu
         for what in ("measured", "predicted")
     )
     fold_N = np.array([int(row["fold"]) for row in once.values()], dtype=np.int64)
-    return targets, [parse_variant(name) for name in once], measured_NT, predicted_NT, fold_N
+    return targets, list(once), measured_NT, predicted_NT, fold_N
 
 
 def _ranked(path: Path) -> dict[str, Any] | None:

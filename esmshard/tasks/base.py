@@ -78,6 +78,11 @@ class Task(ABC):
         return ("value",)
 
     @property
+    def averages_units(self) -> bool:
+        """Whether each metric is the mean over the units of the method `units`, each of which is scored alone."""
+        return False
+
+    @property
     def one_of_names(self) -> bool:
         """Whether the predicted numbers are class probabilities, and exactly one class is true."""
         return False

@@ -15,8 +15,10 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.errors import InputError
+from esmshard.model.families.family import Corruption
 from esmshard.model.weights import Weights
 from esmshard.tasks.base import LossSum
+from esmshard.tasks.marginals import as_masked
 from esmshard.vocab import STANDARD, encode
 
 AMINO_ACIDS = encode(STANDARD)[1:-1].tolist()
@@ -49,17 +51,33 @@ def require_lm_head(weights: Weights, fix: str) -> None:
         )
 
 
+def sequence_scores(logits_PV: torch.Tensor, batch: TokenBatch, visible: Corruption) -> torch.Tensor:
+    """Return the pseudo-log-likelihood of each of N variants minus that of their wild type, float32 [N].
+
+    All variants have the same wild type, and may be longer or shorter. `logits_PV` are the logits at all residues of
+    all sequences. The pseudo-log-likelihood is the sum of `as_masked` over the residues that are amino acids.
+    """
+    assert batch.logits_at_P is not None
+    token_P = batch.tokens_T[batch.logits_at_P]
+    log_p_P = logits_PV.float().log_softmax(-1).gather(1, token_P[:, None])[:, 0]
+    known_P = (token_P >= min(AMINO_ACIDS)) & (token_P <= max(AMINO_ACIDS))
+    sums = [part.sum() for part in (as_masked(log_p_P, visible) * known_P).split(batch.logit_counts)]
+    score_N: torch.Tensor = torch.stack(sums[: batch.n_records]) - sums[-1]
+    return score_N
+
+
 class LikelihoodHead(nn.Module):
     """Computes the score `log_odds` of each variant, times `sign`: 1, or -1 if lower values are better.
 
-    The logits come from one forward pass of the wild type, or from a pass for each variant (`Inputs.context`).
+    The logits come from one forward pass of the wild type, or from a pass for each variant (`Inputs.logits_from`). With
+    `visible`, the shares of visible residues in pre-training, the score is that of `sequence_scores`.
     """
 
     reads_logits = True
 
-    def __init__(self, sign: float) -> None:
+    def __init__(self, sign: float, visible: Corruption | None = None) -> None:
         super().__init__()
-        self.sign = sign
+        self.sign, self.visible = sign, visible
 
     def start(self, weights: Weights) -> None:
         """Refuse a model without a trained LM head."""
@@ -67,6 +85,8 @@ class LikelihoodHead(nn.Module):
 
     def forward(self, _x_TD: torch.Tensor, batch: TokenBatch, logits_MV: torch.Tensor) -> list[torch.Tensor]:
         """Return the score of each variant, [1]."""
+        if self.visible is not None:
+            return list(self.sign * sequence_scores(logits_MV, batch, self.visible)[:, None])
         return list(self.sign * log_odds(logits_MV, batch)[:, None])
 
 

@@ -39,7 +39,7 @@ class View(NamedTuple):
 
 def log_probabilities(
     model: Trunk,
-    sequence: str,
+    tokens: npt.NDArray[np.uint8],
     sites: Sequence[int],
     *,
     hidden: bool = True,
@@ -50,8 +50,8 @@ def log_probabilities(
 
     Args:
         model: a model with an LM head.
-        sequence: residues.
-        sites: positions in `sequence`, from 0.
+        tokens: the tokens of a sequence, `<cls> ... <eos>`.
+        sites: positions between `<cls>` and `<eos>`, from 0.
         hidden: whether `<mask>` replaces each site, which needs one forward pass per site. Otherwise nothing is masked,
             and a sequence that fits into the window needs one pass.
         window: the number of residues that the model reads at once; by default as many as in its training.
@@ -59,8 +59,8 @@ def log_probabilities(
     """
     if window is None:
         window = window_of(model.config)
-    protein = encode(sequence), tracks or {}
-    if sites and not hidden and len(sequence) <= window:
+    protein = tokens, tracks or {}
+    if sites and not hidden and len(tokens) - 2 <= window:
         views = [_part(0, protein, 0, window, np.array(sites))]
     else:
         views = [_around(0, protein, site, window, hidden) for site in sites]
@@ -104,7 +104,9 @@ def pseudo_log_likelihoods(
         )
         for view, log_p_PA in _predicted(model, views):
             log_p_P = log_p_PA[np.arange(len(view.places)), _COLUMN[view.residues]].astype(np.float64)
-            sum_N[view.protein] += (log_p_P if visible is None else as_masked(log_p_P, visible)).sum()
+            if visible is not None:
+                log_p_P = as_masked(torch.from_numpy(log_p_P), visible).numpy()
+            sum_N[view.protein] += log_p_P.sum()
             done += len(log_p_P)
             progress.update(done, "residues")
     return sum_N
@@ -119,8 +121,8 @@ def scored_residues(tokens: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
     return np.flatnonzero(np.isin(tokens, _LETTERS[: len(STANDARD)].numpy()))
 
 
-def as_masked(log_p_P: npt.NDArray[np.float64], training: Corruption) -> npt.NDArray[np.float64]:
-    """Estimate log p of masked residues from log p of the same residues when they are visible, float64 [P].
+def as_masked(log_p_P: torch.Tensor, training: Corruption) -> torch.Tensor:
+    """Estimate log p of masked residues from log p of the same residues when they are visible, [P].
 
     In training, some residues to predict stayed visible: a share u (`unchanged`) as the true residue x, and a share
     `random` as a random one of `letters` letters. Let r be `random` / `letters`. Let m be the model's probability of x
@@ -130,10 +132,10 @@ def as_masked(log_p_P: npt.NDArray[np.float64], training: Corruption) -> npt.NDA
     (doi:10.1101/2024.10.03.616542).
 
     >>> training = Corruption(random=0.1, unchanged=0.1, letters=20)
-    >>> np.exp(as_masked(np.log([1.0, 0.525, 0.1]), training)).round(4).tolist()
-    [1.0, 0.05, 0.0053]
+    >>> print(as_masked(torch.tensor([1.0, 0.525, 0.1]).log(), training).exp())
+    tensor([1.0000, 0.0500, 0.0053])
     """
-    return log_p_P - np.log1p(-np.expm1(log_p_P) * (training.unchanged * training.letters / training.random))
+    return log_p_P - torch.log1p(-torch.expm1(log_p_P) * (training.unchanged * training.letters / training.random))
 
 
 def _part(n: int, protein: Protein, start: int, window: int, sites: npt.NDArray[np.int64]) -> View:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.special import ndtri
 
+from esmshard.data.mutations import Mutation, name_of
 from esmshard.data.splits.variant_records import site_blocks
-from esmshard.data.variants import Mutation, name_of
 
 Row = Mapping[str, float | npt.NDArray[Any]]
 """The values of one record by name, from which metrics are computed. Numbers (NaN if undefined) become columns of the

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esmshard.data.mutations import parse_name
 from esmshard.data.splits.assignment import LEFT_OUT
 from esmshard.data.splits.variant_records import (
     LEFT_OUT_WHY,
@@ -27,7 +28,6 @@ from esmshard.data.splits.variant_records import (
     shares_positions,
     table_of,
 )
-from esmshard.data.variants import name_of, parse_variant
 from esmshard.errors import UsageError
 from esmshard.io.paths import read_json, replace_json, replacing
 from esmshard.io.tables import counted, write_rows
@@ -45,12 +45,13 @@ from esmshard.tasks.metrics import (
     interval,
     variant_units,
 )
-from esmshard.tasks.variants import AUGMENTED, FROZEN, ONE_HOT, SCORE
+from esmshard.tasks.variant_baselines import AUGMENTED, FROZEN, ONE_HOT, SCORE
 from esmshard.train.evaluate import Comparison, aligned, in_sample
 from esmshard.train.run_dir import read_status
 
 SUMMARY, CURVE = "summary.json", "learning_curve.json"
-JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, "ranked.csv", "ranked.csv.json", "report.html")
+OF_PROTEINS = "proteins.csv"
+JOINT_FILES = (SUMMARY, OUT_OF_FOLD, CURVE, OF_PROTEINS, "ranked.csv", "ranked.csv.json", "report.html")
 """The names of the files with joint results. They are in the directory that contains the directories of the runs."""
 SHARES = (0.25, 0.5)
 """The shares of the training variants that the models of a learning curve are trained on. The curve also has the model
@@ -223,8 +224,11 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     - `summary.json` gets the entries `table` (changes to the user's table), `joint` (the scores of all methods on all
       test variants, with intervals) and `verdict`.
     - `learning_curve.json` has, for each number of training variants, Spearman's correlation on the same test set.
+    - `proteins.csv` has, for a table of several proteins, each protein's number of variants and Spearman's correlation
+      of each method.
 
-    Each fold has its own model, so variants are compared only within their fold. `runs` are the finished runs of
+    Each fold has its own model, so variants are compared only within their fold. Variants of several proteins are
+    compared only within their protein, and metrics are means over the proteins. `runs` are the finished runs of
     `repeats`, and `curve` those of `curve_runs`.
     """
     out, is_auto = Path(recipe.out), bool(runs[0].head)
@@ -246,8 +250,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         for method in first[0].predicted
     }
     mean = {method: predicted_SNT.mean(0) for method, predicted_SNT in predicted.items()}
-    variants = [parse_variant(name) for name in ids]
-    block_N, unit = variant_units(variants)
+    block_N, unit, protein_N = _units(ids, recipe.data.protein is not None)
     lower = names[0] in (recipe.data.lower_is_better or ())
     chosen_for: dict[int, str] = {}
     if is_auto:
@@ -260,14 +263,16 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         mean = {MAIN: predicted[MAIN].mean(0), **mean}
         heads = [head for head, name in HEADS.items() if final in (name, AVERAGE)]
         summarise(out, [run for run in runs if run.head in (heads or ["gp"])])
-    samples = {method: _samples(mean_NT, measured_NT, fold_N, block_N, lower) for method, mean_NT in mean.items()}
+    samples = {
+        method: _samples(mean_NT, measured_NT, fold_N, block_N, lower, protein_N) for method, mean_NT in mean.items()
+    }
     intervals, recall, chosen = (
         {method: interval(values[key]) for method, values in samples.items()} for key in (SPEARMAN, RECALL, CHOSEN)
     )
     ours = samples[MAIN][SPEARMAN]
     gains = {method: difference(ours, values[SPEARMAN]) for method, values in samples.items() if method != MAIN}
     each = {
-        method: [_spearman(predicted_NT, measured_NT, fold_N) for predicted_NT in predicted_SNT]
+        method: [_spearman(predicted_NT, measured_NT, fold_N, protein_N) for predicted_NT in predicted_SNT]
         for method, predicted_SNT in predicted.items()
     }
     units, resamples = counted(count_units(len(ids), block_N), unit), len(ours) - 1
@@ -276,22 +281,27 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     mixed = split not in ("mutations", "given") and shares_positions(data)
     caution = "; test positions also occur in training" if mixed else ""
     metric = "Spearman within folds" if len(set(fold_N.tolist())) > 1 else "Spearman"
+    statistic = metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants")
+    if protein_N is not None:
+        metric, statistic = "Spearman within proteins", "Spearman within proteins, mean over the proteins"
     to_beat = {method: gain for method, gain in gains.items() if method not in (*HEADS.values(), AVERAGE)}
     text = Comparison(metric, intervals, to_beat).verdict(f"paired over {units}; split {split}{caution}")
     subject = {"gp": "The Gaussian process", "auto": "The chosen method"}.get(getattr(recipe.task, "head", ""))
     text = text.replace("Fine-tuning", subject or "Fine-tuning", 1)
     if len(ids) < FEW:
         text += f" With fewer than {FEW} measured variants it cannot be known which method ranks new variants best."
-    best = sum(metrics.best_count(measured_NT[fold_N == fold, 0]) for fold in set(fold_N.tolist()))
+    within_N = fold_N if protein_N is None else protein_N
+    best = sum(metrics.best_count(measured_NT[within_N == group, 0]) for group in set(within_N.tolist()))
     joint: dict[str, Any] = {
-        "statistic": metric + (", weighted by their variants" if metric != "Spearman" else " over the test variants"),
+        "statistic": statistic,
         "targets": "mean over the targets" if len(names) > 1 else names[0],
         "interval": f"95% percentile bootstrap of {units}, {resamples:,} resamples; of differences, paired"
         if resamples
         else f"none: {units}, and an interval needs {LEAST}",
         "unit": unit,
         "variants": len(ids),
-        "positions": len({mutation.position for variant in variants for mutation in variant}),
+        "positions": len({(name, m.position) for name, variant in map(parse_name, ids) for m in variant}),
+        "proteins": None if protein_N is None else len(np.unique(protein_N)),
         "split": split,
         "seeds": list(by_seed),
         "metrics": {method: asdict(value) for method, value in intervals.items()},
@@ -348,8 +358,10 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     if len(names) > 1:  # variants are ranked by the first target
         columns["measured"] = measured_NT[:, 0]
     _write_variants(out / OUT_OF_FOLD, data, ids, fold_N, columns)
+    if protein_N is not None:
+        _write_proteins(out / OF_PROTEINS, ids, mean, measured_NT, fold_N, protein_N)
     if curve:
-        _write_curve(out / CURVE, [_Predictions(run.out) for run in [*curve, runs[0]]])
+        _write_curve(out / CURVE, [_Predictions(run.out) for run in [*curve, runs[0]]], protein_N is not None)
     return f"{_as_text(metric, joint['best'], [intervals, gains, recall, chosen], each)}\n{text}"
 
 
@@ -448,7 +460,32 @@ def choose(
     raise AssertionError("the best method is within its own standard error")
 
 
-def _spearman(predicted_NT: Array, measured_NT: Array, fold_N: npt.NDArray[np.int64]) -> float:
+def _units(ids: Sequence[str], several: bool) -> tuple[npt.NDArray[np.int64], str, npt.NDArray[np.int64] | None]:
+    """Return the number of each variant's unit in the bootstrap, the noun for a unit, and the number of each variant's
+    protein, or None if there is only one protein.
+    """
+    names, variants = zip(*map(parse_name, ids), strict=True)
+    if not several:
+        return *variant_units(variants), None
+    protein_N = np.unique(names, return_inverse=True)[1].astype(np.int64)
+    return protein_N, "protein", protein_N
+
+
+def _members(protein_N: npt.NDArray[np.int64]) -> list[npt.NDArray[np.int64]]:
+    """Return the indices of the variants of each protein."""
+    order = np.argsort(protein_N, kind="stable")
+    return np.split(order, np.flatnonzero(np.diff(protein_N[order])) + 1)
+
+
+def _spearman(
+    predicted_NT: Array,
+    measured_NT: Array,
+    fold_N: npt.NDArray[np.int64],
+    protein_N: npt.NDArray[np.int64] | None = None,
+) -> float:
+    if protein_N is not None:
+        each = [_spearman(predicted_NT[m], measured_NT[m], fold_N[m]) for m in _members(protein_N)]
+        return metrics.mean(np.array(each))
     targets = zip(predicted_NT.T, measured_NT.T, strict=True)
     return metrics.mean(np.array([metrics.spearman_within(x_N, y_N, fold_N) for x_N, y_N in targets]))
 
@@ -459,9 +496,11 @@ def _samples(
     fold_N: npt.NDArray[np.int64],
     block_N: npt.NDArray[np.int64],
     lower_is_better: bool,
+    protein_N: npt.NDArray[np.int64] | None = None,
 ) -> dict[str, list[float]]:
     """Return a list for each metric: Spearman, and recall and mean of the variants that `metrics.top_of_list` chooses.
-    A list has the metric's value on all variants, and then its values on resamples of the blocks.
+    A list has the metric's value on all variants, and then its values on resamples of the blocks. For several proteins,
+    a value is the mean over the proteins, which are resampled.
     """
     sign = -1 if lower_is_better else 1
 
@@ -470,7 +509,14 @@ def _samples(
         recall, chosen = metrics.top_of_list(sign * x_NT[:, 0], sign * y_NT[:, 0], drawn_fold_N)
         return {SPEARMAN: _spearman(x_NT, y_NT, drawn_fold_N), RECALL: recall, CHOSEN: sign * chosen}
 
-    samples = [scores(draw) for draw in (np.arange(len(block_N)), *metrics.draws(len(block_N), block_N))]
+    if protein_N is not None:
+        each = [scores(members) for members in _members(protein_N)]
+        names = (SPEARMAN, RECALL, CHOSEN)
+        samples = [metrics.means(each, names), *(
+            metrics.means([each[k] for k in draw.tolist()], names) for draw in metrics.draws(len(each))
+        )]  # fmt: skip
+    else:
+        samples = [scores(draw) for draw in (np.arange(len(block_N)), *metrics.draws(len(block_N), block_N))]
     return {name: [sample[name] for sample in samples] for name in samples[0]}
 
 
@@ -504,8 +550,7 @@ def _write_variants(
     for n, name in enumerate(ids):
         places[name].append(n)
     result_of_row: dict[int, tuple[str, int | None, int]] = {}
-    for k, (rows, mutations) in enumerate(zip(variants.rows, variants.mutations, strict=True)):
-        name = name_of(mutations)
+    for k, (rows, name) in enumerate(zip(variants.rows, variants.names(), strict=True)):
         result_of_row |= dict.fromkeys(rows, (name, places[name].popleft() if places[name] else None, k))
     names = variants.target_names
     measured = {f"measured {name}" if len(names) > 1 else "measured": t for t, name in enumerate(names)}
@@ -530,13 +575,31 @@ def _write_variants(
         write_rows(file, lines)
 
 
-def _write_curve(path: Path, runs: Sequence[_Predictions]) -> None:
+def _write_proteins(
+    path: Path,
+    ids: Sequence[str],
+    mean: Mapping[str, Array],
+    measured_NT: Array,
+    fold_N: npt.NDArray[np.int64],
+    protein_N: npt.NDArray[np.int64],
+) -> None:
+    lines = [["protein", "fold", "variants", *(f"Spearman of {method}" for method in mean)]]
+    for m in _members(protein_N):
+        values = [_spearman(mean_NT[m], measured_NT[m], fold_N[m]) for mean_NT in mean.values()]
+        folds = " ".join(map(str, np.unique(fold_N[m])))
+        texts = ["" if math.isnan(value) else f"{value:.6g}" for value in values]
+        lines.append([parse_name(ids[int(m[0])])[0], folds, str(len(m)), *texts])
+    with replacing(path) as file:
+        write_rows(file, lines)
+
+
+def _write_curve(path: Path, runs: Sequence[_Predictions], several: bool) -> None:
     points = []
     for run in runs:
-        variants = [parse_variant(name) for name in run.ids]
-        block_N, fold_N = variant_units(variants)[0], np.zeros(len(variants), dtype=np.int64)
+        block_N, _, protein_N = _units(run.ids, several)
+        fold_N = np.zeros(len(block_N), dtype=np.int64)
         samples = {
-            method: interval(_samples(predicted_NT, run.measured_NT, fold_N, block_N, False)[SPEARMAN])
+            method: interval(_samples(predicted_NT, run.measured_NT, fold_N, block_N, False, protein_N)[SPEARMAN])
             for method, predicted_NT in run.predicted.items()
         }
         points.append({"variants": run.trained, "metrics": {m: asdict(value) for m, value in samples.items()}})

@@ -37,6 +37,7 @@ from esmshard.tasks.metrics import (
     count_units,
     difference,
     interval,
+    means,
     ranked,
     records_with,
 )
@@ -421,7 +422,13 @@ def _numbers(rows: Sequence[Row]) -> list[str]:
 
 def _resampled(task: Task, rows: Sequence[Row], block_N: npt.NDArray[np.int64] | None) -> dict[str, list[float]]:
     """Return each metric's value on all rows. If LEAST or more units have a value, add its values on resamples."""
-    samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
+    if task.averages_units and block_N is not None:
+        each = [
+            task.summary([rows[n] for n in np.flatnonzero(block_N == block).tolist()]) for block in np.unique(block_N)
+        ]
+        samples = bootstrap(lambda units: means(units, list(each[0])), each)
+    else:
+        samples = bootstrap(task.summary, ranked(rows), block_N=block_N)
     return {m: values if _units(rows, m, block_N) >= LEAST else values[:1] for m, values in samples.items()}
 
 

@@ -12,6 +12,7 @@ import torch
 
 from esmshard.data.batching.loader import SEEN, Examples
 from esmshard.data.batching.packing import StepPlan
+from esmshard.data.mutations import parse_name
 from esmshard.data.splits.leakage import ComparedRecords, check, pair_notices, variant_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
 from esmshard.errors import InputError, UsageError
@@ -199,7 +200,8 @@ def leakage_notices(job: RunInputs) -> list[str]:
         train, valid, test = (ComparedRecords(len(split), split.whole, split.id) for split in splits)
         if job.recipe.task.reads_table:
             names = [split.id(n) for split in splits for n in range(len(split))]  # such as A24G:V30L, or WT
-            positions = [frozenset(int(m[1:-1]) for m in name.split(":") if name != "WT") for name in names]
+            parsed = map(parse_name, names)
+            positions = [frozenset((protein, m.position) for m in mutations) for protein, mutations in parsed]
             first = np.cumsum([0, *map(len, splits)])
             sets = {split.name: np.arange(first[k], first[k + 1]) for k, split in enumerate(splits)}
             shared = variant_notices(names, positions, sets)

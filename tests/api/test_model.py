@@ -196,7 +196,15 @@ CLASSES = {"classes": ["x", "y", "z"], "counts": [6, 3, 1], "records": 10}
 NUMBERS = {"targets": ["Tm", "pI"], "mean": [50.0, 7.0], "std": [4.0, 2.0]}
 STATES = {"classes": ["HGI", "EB", "STC"], "counts": [3, 2, 1], "records": 3}
 RESIDUES_NUMBERS = {"targets": ["value"], "mean": [1.0], "std": [2.0]}
-VARIANT = {"targets": ["y", "kd"], "lower_is_better": ["kd"], "protein": WT, "first": 4, "length": 16}
+VARIANT = {
+    "targets": ["y", "kd"],
+    "lower_is_better": ["kd"],
+    "protein": WT,
+    "first": 4,
+    "length": 16,
+    "breaks": [],
+    "linker": 25,
+}
 HEADS: dict[str, tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = {
     "contact": ({"name": "contact", "channels": 8, "blocks": 2}, {}, ()),
     "mlm": ({"name": "mlm"}, {}, tuple(STANDARD)),

@@ -12,7 +12,7 @@ from conftest import write_subset
 from structure_texts import chain, expected_cb, pdb, three
 
 from esmshard.data.labels.coordinates import CoordinateLabels
-from esmshard.data.splits import split_files
+from esmshard.data.splits import clusters, split_files
 from esmshard.io.paths import shipped
 from esmshard.io.sequences import read_fasta
 from esmshard.io.store import cached
@@ -63,7 +63,7 @@ def test_mmseqs_is_run_where_no_clusters_are_given(run: Run, tmp_path: Path, mon
         return "9\n"
 
     write_fasta(tmp_path / "x.fasta")
-    monkeypatch.setattr(split_files, "_run", mmseqs)
+    monkeypatch.setattr(clusters, "_run", mmseqs)
     monkeypatch.setattr(split_files.shutil, "which", lambda program: f"/bin/{program}")
     code, _, err = run("x.fasta", "-o", "deep/out", "--ratios", "3,1,1")
     assert (code, err.splitlines()[0]) == (0, "clustering 20 records with MMseqs2")

@@ -8,10 +8,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from esmshard.data.splits import split_files
+from esmshard.data.splits import clusters
+from esmshard.data.splits.clusters import OPTIONS, align_clusters, read_clusters, run_mmseqs
 from esmshard.data.splits.leakage import ComparedRecords
-from esmshard.data.splits.recipe_splits import read_clusters
-from esmshard.data.splits.split_files import OPTIONS, align_clusters, run_mmseqs
 from esmshard.errors import InputError
 from esmshard.vocab import encode_residues
 
@@ -62,7 +61,7 @@ def test_a_run_gets_the_options_and_its_clusters_the_ids(tmp_path: Path, monkeyp
         return SimpleNamespace(returncode=0, stdout="")
 
     assert OPTIONS == ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
-    monkeypatch.setattr(split_files.subprocess, "run", run)
+    monkeypatch.setattr(clusters.subprocess, "run", run)
     found = run_mmseqs(["MKT", "AGV", "MKV"], ["sp|P1|A", "b", "c"], tmp_path)
     assert found.names == ["sp|P1|A", "b", "sp|P1|A"]
     assert found.source.startswith("MMseqs2 7.5-test, easy-cluster --min-seq-id 0.3")
@@ -86,7 +85,7 @@ def test_alignment_joins_relatives_over_most_of_their_length(monkeypatch: pytest
     found = align_clusters(records)
     assert found.names == [*"abaaefgh"]
     assert "40% identity" in found.notices[0]
-    monkeypatch.setattr(split_files, "MOST_ALIGNED", 2)
+    monkeypatch.setattr(clusters, "MOST_ALIGNED", 2)
     with pytest.raises(InputError, match="mmseqs2"):
         align_clusters(records)
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from esmshard.data.variants import Mutation, RefusedVariant, Variants, parse_variant, read_variants
+from esmshard.data.mutations import Mutation, RefusedVariant, parse_name, parse_variant
+from esmshard.data.variants import Variants, read_variants
 from esmshard.errors import InputError, UsageError
 
 #             10        20        30        40        50
@@ -71,12 +72,64 @@ def test_cells() -> None:
             assert parse_variant(cell) == mutations, cell
     wrong = """
         |A4|4G|A4G:|A4G::T3V|A4G/V|A4GT3V|WT:A4G|model|A1234567G|A\u0664G|ACD4G|Ala4Foo|A4FGH|J4A|*4A|Ter4Ala|p.?
-        |p.[Ala4Gly];[Thr3Val]|p.[Ala4Gly(;)Thr3Val]|A4X|p.Ala4X|p.Ala4Xaa|A4B|A4Z|A4J|p.Ala4del|A4del|T3V:A4-|\u0394A4
-        |A4\u2206|p.Ala4_Val30del|p.Ala4_Tyr5insGly|p.Ala4delinsGlyVal|p.Ala4dup|p.Ala4GlyfsTer12|A4fs|p.Met1ext-5
+        |p.[Ala4Gly];[Thr3Val]|p.[Ala4Gly(;)Thr3Val]|A4X|p.Ala4X|p.Ala4Xaa|A4B|A4Z|A4J|T3V:A4-|\u0394A4
+        |A4\u2206|p.Ala4_Val30insGly|p.Ala4_Lys9dup|A4delG|A4ins|A4delinsGJ|p.Ala4delinsGl|p.Ala4GlyfsTer12|A4fs|p.Met1ext-5
         |c.76A>C|_sy|A4G:T3V:A4V|A4G:A4G"""
     for cell in ["a\nb4", *wrong.split("|")]:
         with pytest.raises(RefusedVariant):
             parse_variant(cell)
+
+
+def test_insertions_and_deletions() -> None:
+    deleted = (Mutation(3, "A", ""), Mutation(4, "", ""), Mutation(5, "I", ""))
+    for mutations, cells in {
+        (Mutation(3, "A", ""),): ["A4del", "p.Ala4del", "p.(Ala4del)"],
+        deleted: ["A4_I6del", "p.Ala4_Ile6del"],
+        (Mutation(3, "A", "GV"), *deleted[1:]): ["A4_I6delinsGV", "p.Ala4_Ile6delinsGlyVal"],
+        (Mutation(3, "A", "AGV"),): ["A4insGV", "A4_Y5insGV", "p.Ala4_Tyr5insGlyVal"],
+        (Mutation(3, "A", "AA"),): ["A4dup", "p.Ala4dup"],
+        (Mutation(4, "Y", "YAY"),): ["A4_Y5dup"],
+        (Mutation(0, "M", "GM"), T3V): ["T3V:M1delinsGM"],
+    }.items():
+        for cell in cells:
+            assert parse_variant(cell) == mutations, cell
+    text = "mutant,score\nA4_I6del,1\nA4insGV:K2A,2\nM1delinsGM,3\nA4G,4\n"
+    variants = read(text, indels=True)
+    assert variants.sequences() == [WT[:3] + WT[6:], f"MATAGV{WT[4:]}", f"G{WT}", f"MKTG{WT[4:]}"]
+    assert variants.names() == ["A4del:Y5del:I6del", "K2A:A4insGV", "M1delinsGM", "A4G"]
+    assert [parse_variant(name) for name in variants.names()] == variants.mutations
+    # A column of sequences tells the same, as one replaced part, which is as far right as possible (as in HGVS).
+    by_sequence = read("sequence,score\n" + "".join(f"{s},1\n" for s in variants.sequences()), indels=True)
+    assert by_sequence.names() == ["Y5del:I6del:A7del", "K2delinsATAGV:T3del:A4del", "M1delinsGM", "A4G"]
+    assert by_sequence.sequences() == variants.sequences()
+    assert "task.context=sequence" in refused(text)
+    assert "1 of 7 mutations do not fit" in refused(text.replace("A4_I6del", "A4_Y6del"), indels=True)
+
+
+def test_several_proteins(tmp_path: Path) -> None:
+    fasta = tmp_path / "wt.fasta"
+    fasta.write_text(f">a\n{WT}\n>b with words\nMKVL:GGA\n>unused\nMM\n")
+    text = "protein,mutant,score\na,K2R,1\nb,K2R,2\nb,wt,3\na,WT,4\nb,K2R,4\nb,A7G,5\n"
+    variants = read(text, wild_type=fasta, protein="protein", replicates="mean")
+    assert variants.names() == ["a/K2R", "b/K2R", "b/WT", "a/WT", "b/A7G"]
+    assert variants.target_NT[:, 0].tolist() == [1, 3, 3, 4, 5]
+    assert variants.sequences()[1:3] == ["MRVL:GGA", "MKVL:GGA"]
+    assert variants.sequences()[4] == "MKVL:GGG", "positions count through all chains"
+    assert [parse_name(name) for name in variants.names()] == list(
+        zip(variants.proteins, variants.mutations, strict=True)
+    )
+    assert "has no record 'c'" in refused(f"{text}c,K2R,1\n", wild_type=fasta, protein="protein")
+    assert "1 of 5 mutations do not fit" in refused(f"{text}b,M2R,1\n", wild_type=fasta, protein="protein")
+    assert "name the column of proteins in data.protein" in refused(text, wild_type=fasta)
+    # The wild types follow from mutations and sequences.
+    whole = "WT_name,mut_type,aa_seq,ddG\na,K2R,MRVL,1\nb,wt,MAA,2\na,wt,MKVL,0\n"
+    path = tmp_path / "whole.csv"
+    path.write_text(whole)
+    found = read_variants(path, wild_type=path, protein="WT_name")
+    assert {name: wild_type.residues for name, wild_type in found.wild_types.items()} == {"a": "MKVL", "b": "MAA"}
+    path.write_text(whole.replace("wt,MKVL", "wt,MKVA"))
+    with pytest.raises(InputError, match="rows of 'a' have different wild types"):
+        read_variants(path, wild_type=path, protein="WT_name")
 
 
 def test_a_table() -> None:

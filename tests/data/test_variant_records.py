@@ -9,6 +9,7 @@ import pytest
 import structure_texts
 
 from esmshard.data.batching.loader import Examples
+from esmshard.data.mutations import WildType, parse_variant
 from esmshard.data.splits.recipe_splits import in_tokens, open_split
 from esmshard.data.splits.variant_records import (
     VariantRecords,
@@ -18,7 +19,6 @@ from esmshard.data.splits.variant_records import (
     shares_positions,
     wild_type_places,
 )
-from esmshard.data.variants import parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.recipe.sections import Recipe
 from esmshard.tasks.metrics import draws
@@ -214,7 +214,8 @@ def test_replicates_are_averaged_by_default(table: Table) -> None:
 
 def test_the_digest_names_the_variants() -> None:
     def digest(*variants: str, wild_type: str = WT, first: int = 0) -> str:
-        return VariantRecords(Path("v"), wild_type, [parse_variant(name) for name in variants], first).digest
+        part = {"": WildType(wild_type, first=first)}
+        return VariantRecords(Path("v"), part, [parse_variant(name) for name in variants]).digest
 
     others = [digest("T3A", "K2A"), digest("K2A"), digest("K2A", "T3C")]
     others += [digest("K2A", "T3A", wild_type=WT[:-1]), digest("K2A", "T3A", first=1)]
@@ -250,10 +251,10 @@ def test_a_window_holds_all_mutated_residues(table: Table) -> None:
             example = one.get(n)
             (mutation,) = parse_variant(name)
             assert decode(example.tokens) == WT[6 : mutation.position] + name[-1] + WT[mutation.position + 1 : 16]
-    assert (found["train"].labels.first, found["train"].labels.length) == (6, 10)  # type: ignore[union-attr]
-    assert found["train"].labels.protein == WT  # type: ignore[union-attr]
+    assert found["train"].labels.records.wild_types[""] == WildType(WT[6:16], first=6)  # type: ignore[union-attr]
+    assert found["train"].labels.wild_types[""].residues == WT  # type: ignore[union-attr]
     exact = table.split(long="window", max_length=8, folds=3)["train"]
-    assert (exact.labels.first, exact.labels.length) == (7, 8)  # type: ignore[union-attr]
+    assert exact.labels.records.wild_types[""] == WildType(WT[7:15], first=7)  # type: ignore[union-attr]
     whole = table.split(max_length=8, folds=3)["train"]
     assert len(whole.get(0).tokens) == 26, "without long=window all of it"
 

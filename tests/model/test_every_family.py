@@ -228,7 +228,12 @@ def test_everything_learns_that_may_and_norms_have_no_weight_decay(model: Trunk)
     assert len(norms) >= 2 * model.config.n_layers + 1
     assert not any(parameter.requires_grad for parameter in norms.values())
     assert model.embed_tokens.weight.requires_grad
-    for freeze, pattern in (("biases", r".*bias"), ("layers.1", r"layers\.1\..*"), ("embedding", r"embed_.*")):
+    for freeze, pattern in (
+        ("biases", r".*bias"),
+        ("layers.all-but-1", r"layers\.0\..*"),
+        ("layers.1", r"layers\.1\..*"),
+        ("embedding", r"embed_.*"),
+    ):
         tuner.adapt(AdaptSettings(method="full", freeze=(freeze,)), 0)
         frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         expected = {name for name, _ in model.named_parameters() if re.fullmatch(pattern, name)}

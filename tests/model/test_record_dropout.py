@@ -64,6 +64,7 @@ def head_of(task: str) -> torch.nn.Module:
         head = ResidueTask(ResidueSettings(name="residue", kind="number", dropout=0.5, hidden=6), facts).head(CONFIG)
     else:
         facts = {"targets": ["y"], "lower_is_better": [], "scales": [], "protein": WILD_TYPE, "first": 0, "length": 7}
+        facts |= {"breaks": [], "linker": 25}
         settings = VariantSettings(name="variant", pool=task, dropout=0.5, zero_shot=False)  # type: ignore[arg-type]
         head = VariantTask(settings, facts).head(CONFIG)
     torch.manual_seed(0)
@@ -77,7 +78,7 @@ def batch_of(numbers: list[int], task: str) -> TokenBatch:
         batch = pack([encode(SEQUENCES[n]) for n in numbers])
     else:
         alone = task == "wild_type"
-        batch = pack_variants([encode(VARIANTS[n]) for n in numbers], encode(WILD_TYPE), alone=alone)
+        batch = pack_variants([encode(VARIANTS[n]) for n in numbers], [encode(WILD_TYPE)] * len(numbers), alone=alone)
     return replace(batch, draw_N=torch.tensor([100 + n for n in numbers], dtype=torch.int32))
 
 

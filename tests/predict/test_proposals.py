@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.stats import norm
 
-from esmshard.data.variants import Mutation, parse_variant
+from esmshard.data.mutations import Mutation, parse_variant
 from esmshard.errors import UsageError
 from esmshard.predict.proposals import candidates, choose, combinations, count_combinations, log_improvement
 

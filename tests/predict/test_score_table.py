@@ -13,7 +13,8 @@ import torch
 from model_files import TINY, edit_tensors, fair_esm, ours, perturb, write_transformers
 from scipy import stats
 
-from esmshard.data.variants import parse_variant, read_variants
+from esmshard.data.mutations import parse_variant
+from esmshard.data.variants import read_variants
 from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2

@@ -17,7 +17,7 @@ from torch import nn
 
 from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.data.batching.loader import SEEN, Example
-from esmshard.data.variants import Mutation, name_of, parse_variant
+from esmshard.data.mutations import Mutation, name_of, parse_variant
 from esmshard.errors import InputError, UsageError
 from esmshard.predict.variants import models_of, rank
 from esmshard.tasks.finetuned import load_finetuned
@@ -55,7 +55,7 @@ def facts(*targets: str, **changes: Any) -> dict[str, Any]:
     unit = {"kind": "none", "mean": 10.0, "deviation": 2.0, "values": [], "scores": []}
     names = list(targets or ("y",))
     found = {"targets": names, "lower_is_better": [], "scales": [unit] * len(names)}
-    return found | {"protein": WT, "first": 0, "length": 24, "offset": 0} | changes
+    return found | {"protein": WT, "first": 0, "length": 24, "offset": 0, "breaks": [], "linker": 25} | changes
 
 
 def write_run(

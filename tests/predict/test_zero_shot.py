@@ -11,7 +11,7 @@ from torch import nn
 from tracked_model import random_pairs, track, write_model
 
 from esmshard.batch import pack
-from esmshard.data.variants import Mutation, parse_variant
+from esmshard.data.mutations import Mutation, parse_variant
 from esmshard.errors import UsageError
 from esmshard.io.writers import facts_file
 from esmshard.model import weights
@@ -93,11 +93,11 @@ def test_a_site_costs_one_pass_however_many_the_variants(model: ESM2, monkeypatc
 
 def test_of_a_long_protein_the_model_sees_a_window_around_the_site(model: ESM2) -> None:
     for hidden in (True, False):
-        found = log_probabilities(model, PROTEIN, [0, 30, 55], hidden=hidden, window=11)
+        found = log_probabilities(model, encode(PROTEIN), [0, 30, 55], hidden=hidden, window=11)
         for row, (site, start) in zip(found, ((0, 0), (30, 25), (55, 45)), strict=True):
             log_p = expected(model, PROTEIN[start : start + 11], site - start, hidden)
             assert np.allclose(row[:20], log_p[[NUMBER[aa] for aa in STANDARD]], rtol=0, atol=1e-5)
-        whole = log_probabilities(model, PROTEIN, [30], hidden=hidden, window=56)
+        whole = log_probabilities(model, encode(PROTEIN), [30], hidden=hidden, window=56)
         assert np.abs(whole[0] - found[1]).max() > 1e-3, "what lies beyond the window matters"
 
 

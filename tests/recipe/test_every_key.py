@@ -102,10 +102,15 @@ def write_variants(directory: Path) -> None:
     names = enumerate([*singles, *several])
     rows = [f"{name},{name.replace('W', 'F')},{100 if n == 3 else n + 1}" for n, name in names]
     tables = {"variants": rows, "fewer": rows[:20], "twice": [*rows, *rows[:2]], "stop": [*rows, "K2*,K2*,0"]}
+    tables["lost"] = [*rows, "M1del,M1del,9"]
     tables["later"] = [f"{name},{name},{n + 50}" for n, name in enumerate(singles)]
     for table, lines in tables.items():
         (directory / f"{table}.csv").write_text("\n".join(["mutant,other,score", *lines]) + "\n")
     (directory / "repeat.pdb").write_text(structure_texts.pdb(structure_texts.chain(REPEAT * 2)))
+    several = {"a": "MKTAYIAKQR", "b": "GGSVLLPAMW", "c": "QDNENHRKYF"}
+    (directory / "names.fasta").write_text("".join(f">{name}\n{one}\n" for name, one in several.items()))
+    of_each = [f"{name},{one[n]}{n + 1}C,{n}" for name, one in several.items() for n in range(5)]
+    (directory / "names.csv").write_text("\n".join(["name,mutant,score", *of_each]) + "\n")
     (directory / "repeat.fasta").write_text(f">twice\n{REPEAT * 2}\n")
     (directory / "tail.fasta").write_text(f">tail\n{REPEAT}GGGGGGGGGG\n")
 
@@ -361,6 +366,10 @@ KEYS = {
     "data.transform": Key(targets, "log", VARIANT),
     "data.lower_is_better": Key(weight_of_zero_shot, "[score]", SCORED),
     "data.split": Key(data, "contiguous", VARIANT),
+    "data.protein": Key(data, "name", (*VARIANT, "data.table=names.csv", "data.wild_type=names.fasta")),
+    "data.indels": Key(
+        data, "drop", (*SCORED, "task={name: variant, head: likelihood, context: sequence}", "data.table=lost.csv")
+    ),
     "data.train_max": Key(data, "2", (*WHOLE, "data.split=mutations")),
     "data.train_share": Key(data, "0.5", VARIANT),
     "data.labels": Key(data, "others.csv", RESIDUE),

@@ -292,6 +292,7 @@ REFUSED = [
     ([*VARIANT, "task.loss=ranking", "data.transform=log"], "data.transform: log has no effect"),
     ([*VARIANT, "adapt.method=probe"], "adapt.method: probe fits a linear head"),
     (["adapt.freeze=[norms, layers.0-1-2]"], "adapt.freeze: 'layers.0-1-2' is no part of the model"),
+    (["adapt.freeze=[layers.all-but-0]"], "adapt.freeze: 'layers.all-but-0' is no part of the model"),
     (["adapt.freeze=[layers.-1]"], "adapt.freeze: 'layers.-1' is no part of the model"),
     (["adapt.freeze=[layers.3-1]"], "adapt.freeze: 'layers.3-1' ends before it begins"),
     # Numbers and places that no run has.

@@ -92,6 +92,7 @@ def cross_validated(run: Path, **changes: Any) -> Path:
     notices = ["t.csv: left out 1 row whose 'mutant' names no substitutions: line 7 'junk'"]
     summary["table"] = {"path": "t.csv", "offset": -23, "notices": notices, **counts}
     joint: dict[str, Any] = {"statistic": "Spearman within folds", "targets": "score", "variants": 5, "positions": 4}
+    joint["proteins"] = None
     joint |= {"interval": "95% percentile bootstrap of 12 positions", "split": "position", "seeds": [3]}
     joint |= {"metrics": METRICS, "differences": GAINS}
     joint["of_each_seed"] = {name: [one["value"]] for name, one in METRICS.items()}

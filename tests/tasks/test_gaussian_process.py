@@ -123,7 +123,7 @@ def test_effects_add_up_and_the_wild_type_has_none() -> None:
 
 def test_a_batch_has_the_features_of_its_variants() -> None:
     tokens = [encode(WT), encode(mutant("T3A:I6W"))]
-    batch = pack_variants(tokens, encode(WT), logits_from="wild_type")
+    batch = pack_variants(tokens, [encode(WT)] * 2, logits_from="wild_type")
     x_TD, logits_MV = torch.randn(len(batch.tokens_T), DIM), torch.randn(2, 33)
     features = head(1, 1, differences=True, near=True).features(x_TD, batch, logits_MV)
     assert features.place_M3[:, 0].tolist() == [2, 5], "in 10 Angstrom"

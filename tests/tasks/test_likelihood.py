@@ -14,10 +14,12 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "distributed"))
+from command import in_process
 from ranks import run_ranks
 from test_variant_task import NANO, WT, example, log_odds, logits, mutant, task, trunk  # noqa: F401
 
 from esmshard.batch import pack
+from esmshard.data.batching.loader import Example
 from esmshard.errors import InputError, UsageError
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.finetuner import FineTuner
@@ -25,7 +27,8 @@ from esmshard.parallel.preemption import Preempted
 from esmshard.recipe import recipe_file
 from esmshard.tasks.base import collate
 from esmshard.tasks.likelihood import LOSSES, fit_line
-from esmshard.tasks.variants import ONE_HOT, VariantSettings, VariantTask
+from esmshard.tasks.variant_baselines import ONE_HOT
+from esmshard.tasks.variants import VariantSettings, VariantTask
 from esmshard.train import finetune, loop
 from esmshard.train.evaluate import score_baselines
 from esmshard.train.inputs import prepare
@@ -97,6 +100,47 @@ def test_scores_are_log_odds_in_each_context(trunk: ESM2, sign: int) -> None:  #
             column = {letter: k for k, letter in enumerate(letters)}
             expected.append(sum(float(log_p[p, column[tokens[p]]] - log_p[p, column[wild[p]]]) for p in places))
         assert scores(context) == pytest.approx([sign * value for value in expected], abs=1e-4)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_whole_sequences(trunk: ESM2, sign: int) -> None:  # noqa: F811
+    """The pseudo-log-likelihood in one pass of the variant minus that of the wild type, also for another length."""
+    made = task(lower=["y"] if sign < 0 else [], head="likelihood", context="sequence")
+    model = FineTuner(trunk, made.head(NANO)).eval()
+    sequences = [mutant("K2A:Q9C"), WT, WT[:5] + WT[8:], WT[:5] + "GWX" + WT[5:]]
+    inputs = [made.question(Example(f"v{n}", encode(sequence), {})) for n, sequence in enumerate(sequences)]
+    found = np.concatenate(model.outputs(inputs))
+    expected = []
+    for sequence in sequences:
+        with torch.no_grad():
+            logits_PV = trunk(pack([encode(sequence)]), logits_at=torch.arange(1, len(sequence) + 1)).logits_PV
+        assert logits_PV is not None
+        log_p = logits_PV.log_softmax(-1).double().numpy()
+        p = np.exp([log_p[k, encode(letter)[1]] for k, letter in enumerate(sequence) if letter != "X"])
+        expected.append(np.log(p * 0.005 / (0.105 - 0.1 * p)).sum())  # ESM-2: 10% random letters, 10% unchanged
+    assert found == pytest.approx(sign * (np.array(expected) - expected[1]), abs=1e-3)
+    assert found[1] == 0
+
+
+def test_insertions_and_deletions_are_learned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    kinds = ("{w}{p}A", "{w}{p}del", "{w}{p}insAW", "{w}{p}dup")
+    names = [kinds[n % 4].format(w=WT[n], p=n + 1) for n in range(24) if WT[n] != "A"]
+    (tmp_path / "v.csv").write_text("".join(["mutant,score\n", *(f"{n},{k % 5}\n" for k, n in enumerate(names))]))
+    (tmp_path / "wt.fasta").write_text(f">wt\n{WT}\n")
+    given = ("data.table=v.csv", "data.wild_type=wt.fasta", "task.context=sequence", "train.steps=2", "out=run")
+    done = in_process("finetune", "variants-few", *given, "train.eval_every=2", "--folds", "3", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["joint"]["variants"] == len(names)
+    assert set(summary["joint"]["metrics"]) == {"fine-tuned", "zero-shot", "frozen embedding ridge"}
+    done = in_process("predict", "run", "v.csv", "-o", "r.csv", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    rows = (tmp_path / "r.csv").read_text().splitlines()
+    assert len(rows) == len(names) + 1
+    assert all(row.endswith(",yes,yes,") for row in rows[1:]), "seen in training, at sites that training varied"
+    refused = in_process("finetune", "variants", *given[:2], "out=other", cwd=tmp_path)
+    assert "task.head=likelihood task.context=sequence" in refused.stderr
 
 
 def write_recipe(directory: Path) -> Path:

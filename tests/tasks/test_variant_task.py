@@ -17,18 +17,19 @@ from torch import nn
 
 from esmshard.batch import pack
 from esmshard.data.batching.loader import Example, Examples
+from esmshard.data.mutations import parse_variant
 from esmshard.data.splits.variant_records import VariantLabels, VariantRecords
-from esmshard.data.variants import parse_variant, read_variants
+from esmshard.data.variants import read_variants
 from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
 from esmshard.predict.zero_shot import score
 from esmshard.recipe.sections import DataSettings
-from esmshard.tasks import variants
 from esmshard.tasks.base import collate
-from esmshard.tasks.variants import AUGMENTED, FROZEN, ONE_HOT, SCORE, VariantSettings, VariantTask, fit_scale
-from esmshard.vocab import STANDARD, encode
+from esmshard.tasks.variant_baselines import AUGMENTED, FROZEN, ONE_HOT, SCORE, frozen
+from esmshard.tasks.variants import VariantSettings, VariantTask, fit_scale
+from esmshard.vocab import LINKER, STANDARD, encode
 
 WT = "MKTAYIAKQRQISFVKSHFSRQLE"
 NANO = SIZES["nano"]
@@ -40,9 +41,8 @@ UNIT = {"kind": "none", "mean": 0.0, "deviation": 1.0}
 
 def task(targets: Sequence[str] = ("y",), lower: Sequence[str] = (), **given: Any) -> VariantTask:
     facts = {"targets": list(targets), "lower_is_better": list(lower), "scales": [UNIT] * len(targets)}
-    return VariantTask(
-        VariantSettings(name="variant", **given), {**facts, "protein": WT, "first": 0, "length": len(WT)}
-    )
+    facts |= {"protein": WT, "first": 0, "length": len(WT), "breaks": [], "linker": LINKER}
+    return VariantTask(VariantSettings(name="variant", **given), facts)
 
 
 def mutant(name: str) -> str:
@@ -148,9 +148,11 @@ def test_the_zero_shot_term_of_a_new_head(trunk: ESM2) -> None:
         outputs = say(FineTuner(trunk, head).eval(), made, *NAMES, "K2U", "K2U:Q9C", "Q9C")
         assert outputs[:, 0] == pytest.approx(expected, abs=1e-5)
         assert outputs[:, 1] == pytest.approx(-expected, abs=1e-5)
-    log_p_LA = np.random.default_rng(0).normal(size=(len(WT), 25)).astype(np.float32)
-    assert made._zero_shot(example("K2U"), log_p_LA) == 0
-    assert made._zero_shot(example("K2U:Q9C"), log_p_LA) == made._zero_shot(example("Q9C"), log_p_LA) != 0
+    known = {"log_p": np.random.default_rng(0).normal(size=(len(WT), 25)), "score_scale": np.array([0.0, 1.0])}
+    rare, both, one = made.baseline_outputs([example(n) for n in ("K2U", "K2U:Q9C", "Q9C")], known, None)[SCORE]
+    assert not rare.any()
+    assert np.array_equal(both, one)
+    assert one.all()
 
 
 def plain(loss: str, output: float, target: float) -> float:
@@ -188,8 +190,9 @@ def train(directory: Path, values: dict[str, Sequence[float]], names: Sequence[s
     path = directory / "v.csv"
     path.write_text("\n".join(rows) + "\n")
     read = read_variants(path, wild_type=WT, targets=tuple(values))
-    labels = VariantLabels(read, 0, len(WT), DataSettings(**data))
-    return Examples("train", path, VariantRecords(path, WT, read.mutations), labels)
+    records = VariantRecords(path, read.wild_types, read.mutations)
+    labels = VariantLabels(read, records, DataSettings(**data))
+    return Examples("train", path, records, labels)
 
 
 def learn(split: Examples, **given: Any) -> VariantTask:
@@ -286,14 +289,14 @@ def test_frozen_features_by_hand(trunk: ESM2) -> None:
         wild, own = (trunk(pack([encode(s)])).representations[2][1:-1].numpy() for s in (WT, mutant("S13W")))
     letters = np.zeros(66)
     letters[int(encode("S")[1])] = letters[33 + int(encode("W")[1])] = 1
-    base, asked = FineTuner(trunk, nn.Identity()), [encode(mutant(name)) for name in ("S13W", "WT")]
-    found = variants.frozen(base, encode(WT), asked, "sites")
+    base, asked = FineTuner(trunk, nn.Identity()), [example(name) for name in ("S13W", "WT")]
+    found = frozen(task(), asked, base)
     assert found[0] == pytest.approx(np.concatenate([own[12] - wild[12], wild[12], letters]), abs=1e-4)
     assert not found[1].any()
-    assert variants.frozen(base, encode(WT), asked, "mean")[0] == pytest.approx(own.mean(0), abs=1e-5)
+    assert frozen(task(pool="mean"), asked, base)[0] == pytest.approx(own.mean(0), abs=1e-5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ESM2, "forward", None)
-        assert np.array_equal(variants.frozen(base, encode(WT), asked[::-1], "sites"), found[::-1]), "computed once"
+        assert np.array_equal(frozen(task(), asked[::-1], base), found[::-1]), "computed once"
 
 
 @pytest.mark.parametrize("pool", ["wild_type", "mean"])

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from esmshard.data.variants import parse_variant
+from esmshard.data.mutations import parse_variant
 from esmshard.tasks import metrics
 from esmshard.tasks.metrics import Interval, bootstrap, difference, interval, variant_units
 

@@ -10,7 +10,7 @@ import pytest
 from command import esmshard
 
 from esmshard.tasks.metrics import spearman_within
-from esmshard.tasks.variants import SCORE
+from esmshard.tasks.variant_baselines import SCORE
 from esmshard.train import cross_validation
 from esmshard.train.cross_validation import AVERAGE, HEADS, PREFERRED, choices, choose
 

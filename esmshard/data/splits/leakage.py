@@ -176,7 +176,7 @@ def check(train: ComparedRecords, others: Mapping[str, ComparedRecords], most: i
     return Leakage(total, train.count, overlaps)
 
 
-def variant_notices(names: Sequence[str], positions: Sequence[frozenset[int]], sets: Mapping[str, _Ints]) -> list[str]:
+def variant_notices(names: Sequence[str], positions: Sequence[frozenset[Any]], sets: Mapping[str, _Ints]) -> list[str]:
     """Return sentences about variants and positions of each set that are also in the set `train`. `sets` has the
     variant indices of each set.
     """

@@ -4,7 +4,7 @@ import hashlib
 import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,7 @@ from esmshard.data.labels.label_sources import label_source, read_label_fasta, r
 from esmshard.data.labels.pairing import check_labelled, rows_of_records
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, SETS, Numbers
+from esmshard.data.splits.clusters import read_clusters
 from esmshard.data.splits.variant_records import open_variants, sets_of_rows
 from esmshard.data.structures import structure_folder
 from esmshard.data.tracks import TrackFile, record_tracks, with_paths
@@ -23,7 +24,7 @@ from esmshard.io.headers import attributes, id_of, split_of
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import TokenStore, cached
 from esmshard.io.symbols import Edits, Rules
-from esmshard.io.tables import Table, counted, first_three, read_text, shown
+from esmshard.io.tables import Table, counted, shown
 from esmshard.recipe.sections import DataSettings, JoinSettings, Recipe, listed
 from esmshard.vocab import SEPARATOR, Chains, chain_spans
 
@@ -133,54 +134,6 @@ def in_tokens(recipe: Recipe, train: Examples) -> Recipe:
     tokens = recipe.batch.sequences * int(train.tokens.max())
     batch = recipe.batch.model_copy(update={"sequences": None, "global_tokens": tokens})
     return recipe.model_copy(update={"batch": batch})
-
-
-class Clusters(NamedTuple):
-    """A clustering of N records."""
-
-    names: list[str]
-    """The id of each record's cluster representative. A joined cluster has the alphabetically first of these ids."""
-    source: str
-    """The path of the cluster file; or the program that made the clusters, with version and options."""
-    notices: list[str]
-    """Sentences about ignored members of clusters, or about relatives that may be in different clusters."""
-
-
-def read_clusters(path: Path, ids: Sequence[str]) -> Clusters:
-    """Read the clusters of N records from a file with lines `representative<TAB>member`, as MMseqs2 writes.
-
-    Clusters with a common record are joined. The file may name the record `sp|P69905|HBA_HUMAN` by the accession
-    `P69905`, since MMseqs2 shortens UniProt ids. Raises `InputError` if a line has another form, or a record is in no
-    cluster.
-    """
-    representatives: list[str] = []
-    members: list[str] = []
-    for number, line in enumerate(read_text(path, "the _cluster.tsv of MMseqs2").split("\n"), 1):
-        cells = [cell.strip() for cell in line.split("\t")]
-        if cells == [""]:
-            continue
-        if len(cells) != 2 or not all(cells):
-            raise InputError(f"{path}:{number}: is not 'representative<TAB>member'; give the _cluster.tsv of MMseqs2")
-        representatives.append(cells[0])
-        members.append(cells[1])
-    names, absent, used = [], [], set()
-    cluster = dict(zip(members, assignment.components(representatives, members), strict=True)) if members else {}
-    for record_id in ids:
-        accession = record_id.split("|")[1] if record_id.startswith(("sp|", "tr|")) else record_id
-        name = record_id if record_id in cluster else accession
-        used.add(name)
-        if name in cluster:
-            names.append(cluster[name])
-        else:
-            absent.append(record_id)
-    if absent:
-        count = f"{len(absent):,} of {len(ids):,} records"
-        raise InputError(f"{path}: {count} are in no cluster ({first_three(absent, str)}); cluster all records again")
-    notices = []
-    surplus = [member for member in cluster if member not in used]
-    if surplus:
-        notices.append(f"{path}: ignored {len(surplus):,} members that are no records ({first_three(surplus, str)})")
-    return Clusters(names, str(path), notices)
 
 
 def sequence_names(store: TokenStore) -> list[str]:

@@ -10,11 +10,8 @@ With folds, the three sets of round k are in the directory `OUT/fold_k`.
 """
 
 import json
-import re
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -25,21 +22,22 @@ import numpy.typing as npt
 
 from esmshard.data.labels.coordinates import CoordinateLabels, npz_beside, read_arrays
 from esmshard.data.labels.label_sources import table_or_fasta
+from esmshard.data.mutations import name_of
 from esmshard.data.splits import assignment, leakage
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers, check_given, sets_of_fold
-from esmshard.data.splits.leakage import MOST, ComparedRecords, word_pairs
-from esmshard.data.splits.recipe_splits import Clusters, given_splits, read_clusters, sequence_names
+from esmshard.data.splits.clusters import align_clusters, read_clusters, run_mmseqs
+from esmshard.data.splits.leakage import MOST, ComparedRecords
+from esmshard.data.splits.recipe_splits import given_splits, sequence_names
 from esmshard.data.splits.variant_records import given_sets, left_out
 from esmshard.data.structures.structure_folder import cached_split, holds_structures, notices
-from esmshard.data.variants import name_of, read_variants
-from esmshard.errors import InputError, UsageError
+from esmshard.data.variants import read_variants
+from esmshard.errors import UsageError
 from esmshard.io.paths import check_replaced, whole_directory
 from esmshard.io.sequences import is_sequence_table
 from esmshard.io.store import cached
 from esmshard.io.symbols import Edits, Rules
 from esmshard.io.tables import NUMBER, counted, write_rows
-from esmshard.progress import Progress
-from esmshard.vocab import STANDARD, decode
+from esmshard.vocab import decode
 
 OF_SEQUENCES = ("cluster", "ratio", "given")
 OF_VARIANTS = ("position", "contiguous", "modulo", "mutations", "low-to-high", "ratio", "given")
@@ -54,16 +52,6 @@ _READS = {
     "mutations": ("ratios", "seed", "train_max"),
     "low-to-high": ("ratios", "seed", "train_max", "target"),
 }
-OPTIONS = ("--min-seq-id", "0.3", "-c", "0.8", "--cov-mode", "0", "-s", "7.5")
-"""The options of MMseqs2: at least 30% identity over 80% of both sequences, and a sensitive search (`-s 7.5`)."""
-IDENTITY, COVERAGE = 0.3, 0.8
-"""Two sequences are in one cluster if at least the share IDENTITY of the aligned positions is identical, and at least
-the share COVERAGE of both sequences is aligned.
-"""
-MOST_ALIGNED = 100_000
-"""The maximum number of pairs of sequences to align (some minutes on one core)."""
-
-_INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
 
 
 @dataclass(frozen=True)
@@ -117,80 +105,6 @@ def parse_ratios(text: str) -> list[float]:
     if len(ratios) != len(SETS) or not 0 < min(ratios) <= max(ratios) < float("inf"):
         raise UsageError(f"--ratios {text}: three numbers above zero are expected, for train, valid and test")
     return ratios
-
-
-def align_clusters(records: ComparedRecords) -> Clusters:
-    """Cluster sequences without MMseqs2. The sequences of a pair that reaches IDENTITY and COVERAGE share a cluster.
-
-    Only pairs with a common 5-mer are aligned (Smith-Waterman of Biopython, BLOSUM62, gap costs 12 and 1). At identity
-    p, two proteins of 300 residues have about 300 * p**5 common 5-mers: 9 at 50%, 3 at 40%, and fewer than 1 at 30%. So
-    most pairs below about 40% identity are missed. Raises `InputError` for more than MOST_ALIGNED pairs.
-    """
-    import Bio
-    from Bio.Align import PairwiseAligner  # slow to import
-    from scipy.cluster.hierarchy import DisjointSet
-
-    aligner = PairwiseAligner(scoring="blastp")  # type: ignore[no-untyped-call]
-    aligner.mode = "local"
-    length_N = [len(records.residues(n)) for n in range(records.count)]
-    pairs = []
-    for a, b in word_pairs(records):
-        if min(length_N[a], length_N[b]) >= COVERAGE * max(length_N[a], length_N[b]):
-            pairs.append((a, b))
-        if len(pairs) > MOST_ALIGNED:
-            raise InputError(f"clusters of more than {MOST_ALIGNED:,} similar pairs need MMseqs2; {_INSTALL}")
-    joined = DisjointSet(range(records.count))
-
-    def text(n: int) -> str:
-        return re.sub(f"[^{STANDARD}]", "X", decode(records.residues(n)))
-
-    with Progress("align", len(pairs)) as progress:
-        for done, (a, b) in enumerate(pairs, 1):
-            progress.update(done, "")
-            if joined.connected(a, b):
-                continue
-            alignments = aligner.align(text(a), text(b))  # type: ignore[no-untyped-call]
-            if not len(alignments):
-                continue
-            best = alignments[0]
-            spans = np.abs(np.diff(best.coordinates[:, [0, -1]]))[:, 0]
-            covered = min(spans[0] / length_N[a], spans[1] / length_N[b])
-            if covered >= COVERAGE and best.counts().identities >= IDENTITY * best.length:
-                joined.merge(a, b)
-    limits = f"{IDENTITY:.0%} identity over {COVERAGE:.0%} of both sequences"
-    return Clusters(
-        [records.id(joined[n]) for n in range(records.count)],
-        f"alignment of pairs with a common 5-mer (Biopython {Bio.__version__}, BLOSUM62), {limits}",
-        [
-            f"clusters are made without MMseqs2, which is not installed: {limits}, among pairs with a common 5-mer. "
-            "Most relatives below about 40% identity are missed and may be in different sets; MMseqs2 finds them"
-        ],
-    )
-
-
-def run_mmseqs(sequences: Iterable[str], ids: Sequence[str], directory: Path) -> Clusters:
-    """Cluster the sequences of N records with MMseqs2. Temporary files in `directory` are about ten times as large as
-    the sequences. If MMseqs2 fails, `InputError` has the last line of its output.
-    """
-    program = shutil.which("mmseqs") or "mmseqs"
-    with tempfile.TemporaryDirectory(prefix=".tmp-mmseqs-", dir=directory) as name:
-        work = Path(name)
-        with open(work / "in.fasta", "w", encoding="ascii") as file:
-            for number, sequence in enumerate(sequences):
-                file.write(f">{number}\n{sequence}\n")  # MMseqs2 shortens some ids, but not numbers.
-        version = _run(program, "version").strip()
-        _run(program, "easy-cluster", *(str(work / part) for part in ("in.fasta", "out", "tmp")), *OPTIONS, "-v", "1")
-        clusters = read_clusters(work / "out_cluster.tsv", [str(number) for number in range(len(ids))])
-    names = [ids[int(number)] for number in clusters.names]
-    return Clusters(names, f"MMseqs2 {version}, easy-cluster {' '.join(OPTIONS)}", [])
-
-
-def _run(program: str, *arguments: str) -> str:
-    done = subprocess.run([program, *arguments], capture_output=True, text=True, errors="replace", check=False)  # noqa: S603
-    if done.returncode:
-        lines = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()
-        raise InputError(f"mmseqs {arguments[0]} failed with code {done.returncode} ({lines[-1].strip()}); {_INSTALL}")
-    return done.stdout
 
 
 class FastaRecords:

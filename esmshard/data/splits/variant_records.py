@@ -10,19 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 from esmshard.data.batching.loader import Examples
+from esmshard.data.mutations import Mutation, WildType, WildTypes, name_of
 from esmshard.data.plates import read_plates
 from esmshard.data.splits import assignment
 from esmshard.data.splits.assignment import LEFT_OUT, RATIOS, SETS, Numbers
+from esmshard.data.splits.clusters import COVERAGE, IDENTITY, align_clusters, read_clusters
+from esmshard.data.splits.leakage import ComparedRecords
 from esmshard.data.structures.chains import Chain, read_chains
 from esmshard.data.tracks import TrackFile, protein_tracks, with_paths
-from esmshard.data.variants import Mutation, Variants, is_library, name_of
+from esmshard.data.variants import Variants, is_library
 from esmshard.errors import InputError, UsageError
 from esmshard.io import remote
 from esmshard.io.headers import split_of
 from esmshard.io.paths import sha256
+from esmshard.io.symbols import JOINED
 from esmshard.io.tables import MISSING, NUMBER, Table, counted, first_three, listed, shown
 from esmshard.recipe.sections import DataSettings
-from esmshard.vocab import encode_residues
+from esmshard.vocab import LINKER, Chains, encode_residues
 
 FOLDS = 5
 """The default number of folds for a table of variants."""
@@ -36,47 +40,61 @@ LEFT_OUT_WHY = "left out because"
 
 
 class VariantRecords:
-    """N variants of one protein as a store of records. Sequences are made when they are read.
+    """N variants of one or several proteins as a store of records. Sequences are made when they are read.
 
-    `wild_type` is the part of the protein that the model reads. It begins at position `first` of the whole protein,
-    counted from 0. `mutations` have positions in the whole protein.
+    Args:
+        path: the path of the table, for messages.
+        wild_types: for each protein, the part that the model reads.
+        mutations: the mutations of each variant. Positions are those of the whole protein.
+        proteins: the protein of each variant, a key of `wild_types`; None if there is only one protein.
+        linker: the number of tokens between two chains.
     """
 
-    def __init__(self, path: Path, wild_type: str, mutations: list[tuple[Mutation, ...]], first: int = 0) -> None:
-        self.path, self.wild_type, self.mutations, self.first = path, wild_type, mutations, first
+    def __init__(
+        self,
+        path: Path,
+        wild_types: WildTypes,
+        mutations: list[tuple[Mutation, ...]],
+        proteins: list[str] | None = None,
+        linker: int = LINKER,
+    ) -> None:
+        self.path, self.wild_types, self.mutations, self.linker = path, wild_types, mutations, linker
+        self.proteins = [next(iter(wild_types))] * len(mutations) if proteins is None else proteins
         self.notices: list[str] = []
-        self._residues = np.frombuffer(encode_residues(wild_type), dtype=np.uint8)
+        tokens_of = {name: len(encode_residues(each.mutated(()), linker)) for name, each in wild_types.items()}
+        more = (sum(len(mutation.mutant) - 1 for mutation in variant) for variant in mutations)
+        lengths = [tokens_of[name] + change for name, change in zip(self.proteins, more, strict=True)]
+        self.lengths: npt.NDArray[np.int32] = np.array(lengths, dtype=np.int32)
+        """The number of residues of each variant, with linkers, int32 [N]."""
+        self.of_wild_types: npt.NDArray[np.int32] = np.array([tokens_of[name] for name in self.proteins], np.int32)
+        """The number of residues of each variant's wild type, with linkers, int32 [N]."""
 
     def __len__(self) -> int:
         return len(self.mutations)
 
     @property
-    def lengths(self) -> npt.NDArray[np.int32]:
-        """The number of residues of each variant, int32 [N]."""
-        return np.full(len(self), len(self._residues), dtype=np.int32)
-
-    @property
     def manifest(self) -> dict[str, Any]:
-        """A dict with the total number of residues (`residues`)."""
-        return {"residues": len(self) * len(self._residues)}
+        """A dict with the total number of residues (`residues`) and, if there are several chains, the linker."""
+        facts: dict[str, Any] = {"residues": int(self.lengths.sum(dtype=np.int64))}
+        if any(wild_type.breaks for wild_type in self.wild_types.values()):
+            facts |= {"edits": {JOINED: len(self)}, "rules": {"linker": self.linker}}
+        return facts
 
     @property
     def digest(self) -> str:
-        """A hash of the wild type, the variants and their order."""
-        text = f"{self.wild_type}\n{self.first}\n" + "\n".join(map(name_of, self.mutations))
+        """A hash of the wild types, the variants and their order."""
+        parts = [f"{name}\n{each.mutated(())}\n{each.first}\n" for name, each in self.wild_types.items()]
+        text = "".join(parts) + "\n".join(map(name_of, self.mutations, self.proteins))
         return hashlib.sha256(text.encode()).hexdigest()
 
     def id(self, n: int) -> str:
-        """Return the name of variant n, such as `A24G:V30L` or `WT`."""
-        return name_of(self.mutations[n])
+        """Return the name of variant n, such as `A24G:V30L` or `WT`; see `name_of`."""
+        return name_of(self.mutations[n], self.proteins[n])
 
     def residues(self, n: int) -> npt.NDArray[np.uint8]:
         """Return the residues of variant n as tokens, uint8 [L]."""
-        residues = self._residues.copy()
-        changed = [mutation.position - self.first for mutation in self.mutations[n]]
-        letters = "".join(mutation.mutant for mutation in self.mutations[n])
-        residues[changed] = np.frombuffer(encode_residues(letters), dtype=np.uint8)
-        return residues
+        text = self.wild_types[self.proteins[n]].mutated(self.mutations[n])
+        return np.frombuffer(encode_residues(text, self.linker), dtype=np.uint8)
 
 
 def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
@@ -92,17 +110,23 @@ def site_blocks(variants: Sequence[tuple[Mutation, ...]]) -> Numbers:
 
 
 class VariantLabels:
-    """The measured values of N variants, float32 [N, T], and their blocks (`site_blocks`), int64 [N]."""
+    """The measured values of N variants, float32 [N, T], and their blocks, int64 [N]: those of `site_blocks`, or the
+    protein in a table of several proteins.
+    """
 
     per_residue: ClassVar[bool] = False
     labelled_N: None = None
 
-    def __init__(self, variants: Variants, first: int, length: int, data: DataSettings) -> None:
-        self.names, self.protein, self.first, self.length = variants.target_names, variants.wild_type, first, length
-        self.offset = variants.offset
+    def __init__(self, variants: Variants, records: VariantRecords, data: DataSettings) -> None:
+        self.names, self.offset, self.records = variants.target_names, variants.offset, records
+        self.several = data.protein is not None
+        self.wild_types = variants.wild_types
+        """The whole wild types. Those of `records` are the parts that the model reads."""
         self.transform, self.lower_is_better = data.transform or "none", tuple(data.lower_is_better or ())
         self.target_NT = variants.target_NT.astype(np.float32)
         self.block_N = site_blocks(variants.mutations)
+        if self.several:
+            self.block_N = np.unique(variants.proteins, return_inverse=True)[1].astype(np.int64)
         self.place_L3: npt.NDArray[np.float32] | None = None
         """The place of each residue that the model reads, in Angstrom, float32 [L, 3]; None without a structure."""
 
@@ -130,21 +154,26 @@ def open_variants(data: DataSettings, name: str, *, alone: bool, tracks: Sequenc
     members_N = set_N == SETS.index(name)
     if name == "train" and data.train_share is not None and data.train_share < 1:
         members_N = _share(members_N, variants.names(), data.train_share)
-    wild_type, first = _model_part(variants, data)
-    records = VariantRecords(variants.table.path, wild_type, variants.mutations, first)
-    labels, of_structure = VariantLabels(variants, first, len(wild_type), data), list[str]()
+    parts = variants.wild_types if data.protein is not None else {"": _model_part(variants, data)}
+    linker = data.join.over(Chains()).tokens
+    records = VariantRecords(variants.table.path, parts, variants.mutations, variants.proteins, linker)
+    labels, of_structure = VariantLabels(variants, records, data), list[str]()
     if data.structure is not None:
         place_L3, sentence = wild_type_places(remote.data_file(data.structure), variants.wild_type)
-        labels.place_L3 = place_L3[first : first + len(wild_type)]
+        labels.place_L3 = place_L3[parts[""].first :][: len(parts[""].residues)]
         of_structure.append(sentence)
     if not members_N.any():
         raise InputError(f"{records.path}: {name} has no variant; change data.split, or lower data.folds")
     examples = Examples(name, records.path, records, labels, members_N=members_N)
-    examples.beside = len(wild_type) + 2
-    if alone:
-        examples.tokens = np.full(len(examples), 3, dtype=np.int32)
+    wild_type_E = records.of_wild_types[members_N] + np.int32(2)
+    if data.protein is not None:  # each example of a micro-batch may have another wild type
+        examples.tokens = wild_type_E if alone else examples.tokens + wild_type_E
+    else:
+        examples.beside = int(wild_type_E[0])
+        examples.tokens = np.full_like(wild_type_E, 3) if alone else examples.tokens
     if files:
-        examples.add_tracks(protein_tracks(files, fasta, slice(first, first + len(wild_type))))
+        part = parts[""]
+        examples.add_tracks(protein_tracks(files, fasta, slice(part.first, part.first + len(part.residues))))
     examples.notices = [*variants.notices, *notices, *of_structure, *examples.notices] if name == "train" else []
     return examples
 
@@ -187,6 +216,8 @@ def _read(data: DataSettings, _content: tuple[str, ...]) -> Variants:
     variants = read_plates(
         [remote.data_file(name) for name in data.tables],
         wild_type=remote.data_file(data.wild_type),
+        protein=data.protein,
+        indels=data.indels == "keep",
         align=data.align or "shift",
         log=data.transform == "log",
         mutant=data.mutant,
@@ -227,13 +258,20 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
         number_N = given_sets(variants)
     elif column is not None:
         number_N = given_folds(variants, column)
+    elif data.split == "protein":
+        cluster_of = _similar_proteins(variants, data.clusters)
+        number_N = assignment.by_cluster([cluster_of[name] for name in variants.proteins], [1] * count_folds(data))
     else:
         by = "ratio" if data.split == "random" else data.split or "position"
         shares = RATIOS if by == "mutations" else [1] * count_folds(data)
         number_N = assignment.of_variants(by, names, variants.positions(), shares, train_max=data.train_max or 1)
     notices = _floor_notices(variants, data)
+    if data.split == "protein":
+        count = counted(len(set(cluster_of.values())), "cluster")
+        how = data.clusters or f"{IDENTITY:.0%} identity over {COVERAGE:.0%} of both sequences, by alignment"
+        notices.append(f"{path}: {counted(len(cluster_of), 'protein')} in {count} ({how}); a cluster is in one fold")
     mixes_sites = column is not None or data.split == "random"
-    if is_library(variants.mutations) and not (mixes_sites and data.transform == "rank"):
+    if data.protein is None and is_library(variants.mutations) and not (mixes_sites and data.transform == "rank"):
         keys = ["data.split=random"] * (not mixes_sites) + ["data.transform=rank"] * (data.transform != "rank")
         notices.append(
             f"{path}: is a combinatorial library, {counted(len(variants), 'variant')} of "
@@ -241,6 +279,17 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
             "with task.pool=sites, or with task.context=variant for task.head=likelihood"
         )
     return number_N, notices + left_out(path, names, number_N, lacking(data))
+
+
+def _similar_proteins(variants: Variants, file: str | None) -> dict[str, str]:
+    """Return the cluster of each protein: the cluster in a file of MMseqs2, or that of `align_clusters`."""
+    proteins = list(variants.wild_types)
+    if file is not None:
+        names = read_clusters(remote.data_file(file), proteins).names
+    else:
+        residues = [np.frombuffer(encode_residues(each.residues), np.uint8) for each in variants.wild_types.values()]
+        names = align_clusters(ComparedRecords(len(proteins), residues.__getitem__, proteins.__getitem__)).names
+    return dict(zip(proteins, names, strict=True))
 
 
 def lacking(data: DataSettings) -> str | None:
@@ -258,9 +307,10 @@ def count_folds(data: DataSettings) -> int:
 
 def shares_positions(data: DataSettings) -> bool:
     """Return whether variants of different folds change the same position, so that test positions are in training."""
-    fold_of: dict[int, int] = {}
-    fold_N, positions = divide(data)[0].tolist(), table_of(data).positions()
-    pairs = ((place, fold) for fold, places in zip(fold_N, positions, strict=True) if fold >= 0 for place in places)
+    fold_of: dict[tuple[str, int], int] = {}
+    fold_N, variants = divide(data)[0].tolist(), table_of(data)
+    each = zip(fold_N, variants.proteins, variants.positions(), strict=True)
+    pairs = (((protein, place), fold) for fold, protein, places in each if fold >= 0 for place in places)
     return any(fold_of.setdefault(place, fold) != fold for place, fold in pairs)
 
 
@@ -343,8 +393,8 @@ def _floor_notices(variants: Variants, data: DataSettings) -> list[str]:
     return notices
 
 
-def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
-    """Return the part of the wild type that the model reads, and the position of its first residue, from 0.
+def _model_part(variants: Variants, data: DataSettings) -> WildType:
+    """Return the part of the only wild type that the model reads.
 
     If `data.long` is `window`, a longer wild type is cut to `data.max_length` residues around all mutated residues. All
     variants have the same part, so a single forward pass of the wild type is enough. Raises `InputError` if the mutated
@@ -352,7 +402,9 @@ def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
     """
     protein, max_length = variants.wild_type, data.max_length
     if data.long != "window" or len(protein) <= max_length:
-        return protein, 0
+        return variants.wild_types[""]
+    if variants.wild_types[""].breaks:
+        raise InputError(f"{data.wild_type}: has several chains, and a window has one chain; set data.long to full")
     mutated = sorted(set().union(*variants.positions())) or [0]
     low, high = mutated[0], mutated[-1]
     if high - low >= max_length:
@@ -361,7 +413,7 @@ def _model_part(variants: Variants, data: DataSettings) -> tuple[str, int]:
             f"data.max_length, {max_length}; raise data.max_length, or set data.long to full"
         )
     first = min(max((low + high + 1 - max_length) // 2, 0), len(protein) - max_length)
-    return protein[first : first + max_length], first
+    return WildType(protein[first : first + max_length], first=first)
 
 
 def _share(members_N: npt.NDArray[np.bool_], names: list[str], share: float) -> npt.NDArray[np.bool_]:
