@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from command import in_process
 from scipy.stats import spearmanr
 from test_variant_task import NANO, POOLS, UNIT, model, trunk  # noqa: F401
