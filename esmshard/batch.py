@@ -219,9 +219,8 @@ def pack_variants(
     wild_M = place_M + start[len(packed) + wild_N[record_M]]
     mutant_M = wild_M if alone else place_M + start[record_M]
     nowhere, logits_at = np.empty(0, np.int64), None
-    if (
-        logits_from == "wild_type"
-    ):  # the logits of a sequence follow each other, so changes have the order of wild types
+    if logits_from == "wild_type":
+        # The logits of a sequence follow each other, so changes get the order of their wild types.
         order_M = np.argsort(wild_N[record_M], kind="stable")
         record_M, place_M, new_M, mutant_M, wild_M = (x[order_M] for x in (record_M, place_M, new_M, mutant_M, wild_M))
         of_wild_types = np.split(place_M, np.searchsorted(wild_N[record_M], range(1, len(distinct))))

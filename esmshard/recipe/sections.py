@@ -183,7 +183,8 @@ class DataSettings(Settings):
     """Which part is the test set, from 0 to `folds` - 1. With a column of parts, the default is a run for each part."""
     clusters: str | None = None
     """The `_cluster.tsv` file of MMseqs2 for the training records. All records of a cluster are then in the same part
-    of `folds`. By default, only equal sequences are kept in the same part."""
+    of `folds`. By default, only equal sequences are kept in the same part. For split `protein` of task `variant`: the
+    clusters of the proteins."""
     long: Literal["crop", "window", "full", "skip", "error"] = "crop"
     """What to do with a training record of more than `max_length` residues. `crop` uses a new random window of the
     protein in each epoch. `window` divides the record into as few windows as possible, and uses each as an example.

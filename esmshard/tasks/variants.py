@@ -16,7 +16,7 @@ from torch import nn
 
 from esmshard.batch import Context, Inputs, batch_of
 from esmshard.data.batching.loader import Example, Examples
-from esmshard.data.mutations import WildType, parse_name, parse_variant, wild_type_of
+from esmshard.data.mutations import WildType, parse_variant, wild_type_of
 from esmshard.data.splits.variant_records import VariantLabels
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore
@@ -316,7 +316,7 @@ class VariantTask(Task):
 
     def protein(self, example: Example) -> str:
         """Return the name of a variant's protein."""
-        return parse_name(example.id)[0] if self.several else ""
+        return example.id.rpartition("/")[0] if self.several else ""
 
     def wild_type(self, example: Example) -> npt.NDArray[np.uint8]:
         """Return the tokens of a variant's wild type, `<cls> ... <eos>`."""

@@ -26,7 +26,10 @@ the share COVERAGE of both sequences is aligned.
 MOST_ALIGNED = 100_000
 """The maximum number of pairs of sequences to align (some minutes on one core)."""
 
-_INSTALL = "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv"
+_INSTALL = (
+    "install it (apt-get install mmseqs2, or conda install -c bioconda mmseqs2), or pass --clusters FILE.tsv, in a "
+    "recipe data.clusters"
+)
 
 
 class Clusters(NamedTuple):

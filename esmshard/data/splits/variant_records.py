@@ -281,6 +281,7 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     return number_N, notices + left_out(path, names, number_N, lacking(data))
 
 
+@functools.lru_cache(maxsize=2)  # by identity; `divide` is called for each set of each fold
 def _similar_proteins(variants: Variants, file: str | None) -> dict[str, str]:
     """Return the cluster of each protein: the cluster in a file of MMseqs2, or that of `align_clusters`."""
     proteins = list(variants.wild_types)
