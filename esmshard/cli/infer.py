@@ -211,12 +211,12 @@ def predict(
     """Write the predictions of a fine-tuned head: contact maps, classes, values, or variants (the best first)."""
     from esmshard.data.tracks import named_tracks
     from esmshard.io.tables import counted
-    from esmshard.predict import variants
+    from esmshard.predict.variant_tables import models_of
 
     tracks = named_tracks(track or [])
     if out is None:
         raise UsageError("-o: name the file to write")
-    if variants.models_of(model):
+    if models_of(model):
         sources = [data is not None, all_singles, combine is not None].count(True)
         if sources > 1 or (sources == 0 and not propose):
             raise UsageError(
@@ -230,7 +230,9 @@ def predict(
         how |= {"kappa": kappa, "diversity": diversity, "device": device, "sites": sites, "baseline": baseline}
         how |= {"all_singles": all_singles, "combine": combine, "best_singles": best_singles}
         how |= {"acquisition": acquisition, "wild_type": wild_type}
-        print(f"{out}: {counted(variants.rank(model, data, out, **how), 'row')}")
+        from esmshard.predict.variants import rank
+
+        print(f"{out}: {counted(rank(model, data, out, **how), 'row')}")
         return
 
     from esmshard.predict import heads

@@ -33,7 +33,7 @@ from esmshard.model.weights import Weights
 from esmshard.predict import proposals
 from esmshard.predict.heads import read_input
 from esmshard.predict.pictures import draw_substitutions, matplotlib_figure
-from esmshard.predict.variants import (
+from esmshard.predict.variant_tables import (
     Variant,
     VariantRows,
     check_new,

@@ -21,7 +21,7 @@ from esmshard.errors import InputError, reading, writing
 from esmshard.io.paths import memory_text, read_json, replace_text, without_directories
 from esmshard.io.tables import counted
 from esmshard.predict.pictures import LETTERS, substitution_grid
-from esmshard.predict.variants import better_baseline, rows_of_run
+from esmshard.predict.variant_tables import better_baseline, rows_of_run
 from esmshard.progress import duration, rate
 from esmshard.recipe import recipe_file, sweep_file
 from esmshard.recipe.sections import Recipe

@@ -19,7 +19,8 @@ from esmshard.checkpoint.consolidate import FORMAT, VERSION
 from esmshard.data.batching.loader import SEEN, Example
 from esmshard.data.mutations import Mutation, name_of, parse_variant
 from esmshard.errors import InputError, UsageError
-from esmshard.predict.variants import models_of, rank
+from esmshard.predict.variant_tables import models_of
+from esmshard.predict.variants import rank
 from esmshard.tasks.finetuned import load_finetuned
 from esmshard.tasks.variants import VariantSettings, VariantTask
 from esmshard.vocab import STANDARD, encode

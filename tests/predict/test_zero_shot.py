@@ -18,7 +18,7 @@ from esmshard.model import weights
 from esmshard.model.families.esm2 import ESM2
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.trunk import Trunk
-from esmshard.predict.variants import single_substitutions
+from esmshard.predict.variant_tables import single_substitutions
 from esmshard.predict.zero_shot import METHODS, score, score_table
 from esmshard.tasks import marginals
 from esmshard.tasks.marginals import log_probabilities
