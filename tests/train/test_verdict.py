@@ -39,7 +39,12 @@ def test_one_sentence(ours: float, theirs: float, limits: tuple[float, float], l
 
 COLUMNS = ("P@L", "rare")
 TASK: Any = SimpleNamespace(
-    columns=COLUMNS, lower_is_better=False, facts={}, names=(), settings=SimpleNamespace(pairs=False)
+    columns=COLUMNS,
+    lower_is_better=False,
+    facts={},
+    names=(),
+    settings=SimpleNamespace(pairs=False),
+    averages_units=False,
 )
 TASK.summary, TASK.units = lambda rows: means(rows, COLUMNS), lambda _data: (None, "record")
 
