@@ -117,10 +117,10 @@ class TransformerLayer(TrunkBlock):
 class LMHead(nn.Module):
     """The LM head of ESM-2. Its matrix `weight` is the token embedding's matrix."""
 
-    def __init__(self, dim: int, weight: torch.Tensor) -> None:
+    def __init__(self, dim: int, weight: torch.Tensor, eps: float = 1e-5) -> None:
         super().__init__()
         self.dense = nn.Linear(dim, dim)
-        self.layer_norm = nn.LayerNorm(dim)
+        self.layer_norm = nn.LayerNorm(dim, eps)
         self.weight: torch.Tensor = weight
         self.bias = nn.Parameter(torch.zeros(len(weight)))
 
@@ -165,12 +165,6 @@ class ESM2(Trunk):
         if self.config.token_dropout:
             x_TD = _token_dropout(x_TD, rows_T == self.config.mask_row, batch)
         if self.config.max_positions is not None:
-            if batch.max_seqlen > self.config.max_positions:
-                n = batch.token_counts.index(batch.max_seqlen)
-                raise InputError(
-                    f"record {batch.record_ids[n]}: {batch.lengths[n]} residues, but this model has position "
-                    f"embeddings for only {self.config.max_positions - 2} residues; cut the sequence, or use an ESM-2"
-                )
             x_TD = x_TD + self.embed_positions(batch.position_T + PAD + 1)
         if self.config.emb_layer_norm_before:
             x_TD = self.emb_layer_norm_before(x_TD)
