@@ -46,6 +46,9 @@ PUBLISHED = {
     "amplify_350m": 354_008_667,
     # As `BertForMaskedLM` of `transformers` counts them in the shape of the hub's config.json.
     **dict.fromkeys(("prot_bert", "prot_bert_bfd", "igbert", "igbert_unpaired"), 419_933_214),
+    "dplm_150m": 148_139_553,
+    "dplm_650m": 651_042_593,
+    "dplm_3b": 2_839_004_193,
 }
 """Parameters of released models, without those of the contact regression."""
 
