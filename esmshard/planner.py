@@ -283,7 +283,8 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     if config.qk_norm:  # divided norms keep queries and keys in fp32, with and without normalisation
         everything += 2 * vector if tensor == 1 else 4 * FP32 * d // tensor
     # These are rotary angles, attention's log-sum-exp, statistics of norms, and the inner vectors of LoRAs.
-    everything += 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
+    rotary = config.most_tokens is None
+    everything += rotary * 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
     gathered = whole if tensor > 1 else 0
     if not numbers.layer_trained:  # the layer keeps nothing, and its peak is in the feed-forward part
         return LayerBytes(0, vector + max(wide * (1 + products), wide + gathered), 0)
@@ -300,7 +301,7 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     # only with rotation.
     sums = whole if tensor == 1 else 2 * vector
     kept = 5 * vector + wide * products + sums + 4 * n_heads // together
-    turned = 0 if config.qk_norm or (numbers.lora and "qkv" in inputs) else 2 * vector
+    turned = 0 if config.qk_norm or not rotary or (numbers.lora and "qkv" in inputs) else 2 * vector
     return LayerBytes(kept, everything - kept + sums + turned, passing)
 
 
@@ -458,12 +459,13 @@ class Cost:
 def our_passes(numbers: ModelNumbers) -> float:
     """Return how many vectors of width D a layer's element-wise kernels read or write for a token in a forward pass.
 
-    These are 4 for norms, 29 for the rotation (in fp32) and 6 for sums; and 4 more if queries and keys have norms. A
-    gelu adds 2 vectors of the feed-forward width, and a gate 5. The result is for a layer that is not compiled; a
-    compiled layer needs about half.
+    These are 4 for norms, 6 for sums, 29 for a rotation (in fp32), and 4 if queries and keys have norms. A gelu adds 2
+    vectors of the feed-forward width, and a gate 5. The result is for a layer that is not compiled; a compiled layer
+    needs about half.
     """
     config = numbers.config
-    return 39 + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
+    rotation = 29 if config.most_tokens is None else 0
+    return 10 + rotation + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
 
 
 def training_flops(numbers: ModelNumbers, attended: float) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -220,6 +220,10 @@ part."""
 
 class TrunkBlock(nn.Module):
     """The base class of all transformer blocks."""
+
+    reads: ClassVar[tuple[str, ...]] = ("self_attn_layer_norm", "final_layer_norm")
+    """The modules whose outputs attention and feed-forward part read. With tensor parallelism each rank computes these
+    modules for its own tokens, and gathers the outputs for all tokens."""
 
     def add_between(self, between: Between, x_TD: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
         """Return `between(x_TD, batch)`. `compile` excludes this call from compilation."""

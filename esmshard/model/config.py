@@ -1,7 +1,7 @@
 """Defines `ModelConfig`, the architecture of a model of any family (ESM-2, ESM-C, ...), without importing torch."""
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, ClassVar, Literal
 
 from esmshard.vocab import Chains
@@ -113,10 +113,10 @@ class ModelConfig(ABC):
     @property
     def sizes(self) -> dict[str, Any]:
         """The fields that determine the shapes of the tensors, by name."""
-        return {name: value for name, value in asdict(self).items() if name not in ("window", "chains")}
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.compare}
 
     def recorded(self) -> dict[str, Any]:
         """Return the architecture as a dictionary for checkpoints. `family_registry.recorded_config` is the inverse."""
-        window = {} if self.window is None else {"window": self.window}
-        chains = {} if self.chains == Chains() else {"chains": asdict(self.chains)}
-        return {"family": self.family, **self.sizes, **window, **chains}
+        others = {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+        values = {name: value for name, value in asdict(self).items() if name in others}
+        return {"family": self.family, **values, **self.sizes}

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
+from esmshard.errors import InputError
 from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
 from esmshard.vocab import SEPARATOR, TOKENS, Chains
@@ -132,6 +133,12 @@ class Trunk(nn.Module, ABC):
         wanted = {self.config.n_layers} if layers is None else set(layers)
         if wanted - set(range(self.config.n_layers + 1)):
             raise ValueError(f"layers {sorted(wanted)}: this model has layers 0 to {self.config.n_layers}")
+        if (most := self.config.most_tokens) is not None and batch.max_seqlen > most:
+            n = batch.token_counts.index(batch.max_seqlen)
+            raise InputError(
+                f"record {batch.record_ids[n]}: {batch.lengths[n]} residues, but this model has position embeddings "
+                f"for only {most - 2} residues; cut the sequence, or use an ESM-2"
+            )
         batch = as_read(batch, self.config.chains)
         x_TD = self.embed(batch)
         representations = {0: x_TD} if 0 in wanted else {}

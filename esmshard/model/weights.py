@@ -45,7 +45,8 @@ class Weights:
     read: Mapping[str, WeightReader]
     """The reader of each tensor, by esmshard's name. The tensors of a fine-tuned task head are named `head.*`."""
     absent: tuple[str, ...] = ()
-    """The model parts (`lm_head`, `contact_head`) that the files lack. Their values are random."""
+    """The model parts (`lm_head`, `contact_head`) that the files lack, or that were never trained. Their values are
+    random."""
     notices: tuple[str, ...] = ()
     """Sentences about ignored parts of the files, such as the `classifier` of `transformers`."""
     files: tuple[Path, ...] = ()
@@ -192,7 +193,8 @@ def read(model: str) -> Weights:
             return fetched
         if fetched.config != SIZES[name]:
             raise InputError(f"{fetched.source}: its architecture is not that of {name}; download the model again")
-        return replace(fetched, config=SIZES[name])  # Released files lack the window.
+        absent = dict.fromkeys((*fetched.absent, *family_registry.RELEASED[name].untrained))
+        return replace(fetched, config=SIZES[name], absent=tuple(absent))  # Released files lack the window.
     if model in SIZES:
         raise InputError(
             f"{model}: has no trained weights; give the path of a trained model, or set init: random in the recipe"
@@ -461,8 +463,8 @@ def check(
 
 
 def _model_of(full: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the identity `full` without file names, window and chains, which do not change the tensors."""
+    """Return the identity `full` without file names, and without settings that do not change the tensors."""
     model = {key: full[key] for key in ("seed", "made") if key in full}
     model["files"] = sorted(str(entry["sha256"]) for entry in full["files"].values())
-    config = {key: value for key, value in full["config"].items() if key not in ("window", "chains")}
+    config = {key: value for key, value in full["config"].items() if key not in ("window", "chains", "diffusion")}
     return model | {"config": config}

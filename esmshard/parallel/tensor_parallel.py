@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
-from esmshard.model.attention import PackedAttention, SelfAttention
+from esmshard.model.attention import PackedAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
 from esmshard.model.trunk import Pack, Trunk
@@ -44,7 +44,7 @@ DIMENSION = "tensor"
 SMALL = 2**20
 """The maximum number of values of a small parameter. One collective sums the gradients of all small ones of a layer."""
 NORMS = ("self_attn_layer_norm", "final_layer_norm")
-"""The norms of a block after which each rank gathers the tokens of all ranks."""
+"""The norms of a block, which each rank applies to its own tokens."""
 
 
 class Rows(Pack):
@@ -156,9 +156,10 @@ def _split_block(block: nn.Module, config: ModelConfig, rows: Rows) -> Wrapper:
             summed.append(f"{matrix.path}.bias")
             linear.register_forward_hook(lambda _module, _given, y_TD: rows.summed(y_TD))
     for name in NORMS:
-        norm = block.get_submodule(name)
-        _place(norm, rows.mesh, Replicate(), None)
-        norm.register_forward_hook(lambda _module, _given, x_RD: rows.all(x_RD))
+        _place(block.get_submodule(name), rows.mesh, Replicate(), None)
+    assert isinstance(block, TrunkBlock)
+    for name in block.reads:
+        block.get_submodule(name).register_forward_hook(lambda _module, _given, x_RD: rows.all(x_RD))
     attention = block.get_submodule("self_attn")
     assert isinstance(attention, SelfAttention)
     attention.core = _TensorAttention(rows)

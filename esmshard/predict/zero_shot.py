@@ -27,7 +27,7 @@ from esmshard.io.store import linker_of
 from esmshard.io.tables import Table, counted
 from esmshard.io.writers import GROUP_ROWS, TableWriter, check, facts_file, library, text
 from esmshard.model import weights
-from esmshard.model.families.family_registry import FAMILIES, family_of, window_of
+from esmshard.model.families.family_registry import FAMILIES, corruption_of, family_of, window_of
 from esmshard.model.trunk import Trunk
 from esmshard.model.weights import Weights
 from esmshard.predict import proposals
@@ -368,11 +368,11 @@ def score_sequences(
     names, tracks, computing = [model, *ensemble], tracks or {}, chosen_device(device)
     opened, window = _open(names, window, tracks, join_option(join))
     for name, language_model in zip(names, opened, strict=True) if method == ONE_PASS else ():
-        if (family := family_of(language_model.config)).corruption is None:
+        if corruption_of(config := language_model.config) is None:
             known = ", ".join(other.title for other in FAMILIES.values() if other.corruption)
             raise UsageError(
-                f"--method {method}: needs a model that was trained to predict visible residues too, as {known}; "
-                f"{name} is {family.title}; pass --method {MASKED}"
+                f"--method {method}: needs a model that was trained to predict visible residues too, as {known}, and "
+                f"{name} ({family_of(config).title}) was not; pass --method {MASKED}"
             )
     with tempfile.TemporaryDirectory(prefix="esmshard-score-") as scratch:
         # The input is read to its end before the first record is scored, so a bad record costs only seconds.
@@ -410,7 +410,7 @@ def _columns(
     length_N, scored_N = np.array([(is_residue(tokens).sum(), len(scored_residues(tokens))) for tokens in records]).T
 
     def sums(esm: Trunk) -> Array:
-        visible = family_of(esm.config).corruption if method == ONE_PASS else None
+        visible = corruption_of(esm.config) if method == ONE_PASS else None
         proteins = ((example.tokens, example.tracks) for example in map(examples.get, range(len(examples))))
         return pseudo_log_likelihoods(esm, proteins, scored_N, window=window, visible=visible)
 

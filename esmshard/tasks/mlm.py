@@ -13,7 +13,7 @@ from scipy.special import log_softmax, softmax
 from torch import nn
 
 from esmshard.batch import Inputs
-from esmshard.data.batching.loader import Example
+from esmshard.data.batching.loader import FIXED, Example
 from esmshard.model.config import ModelConfig
 from esmshard.model.finetuner import FineTuner, LanguageModelHead
 from esmshard.recipe.sections import TaskSettings
@@ -24,6 +24,8 @@ from esmshard.vocab import MASK, STANDARD, VOCAB_SIZE, encode_residues
 AMINO_ACIDS: npt.NDArray[np.uint8] = np.frombuffer(encode_residues(STANDARD), np.uint8)
 """The tokens of the 20 standard amino acids, in the order of `vocab.STANDARD`."""
 _IS_AMINO_ACID = np.isin(np.arange(256), AMINO_ACIDS)
+STEPS = 500
+"""The number of time steps of the diffusion, as in DPLM."""
 NEVER = -100.0  # the logit of tokens other than the 20 amino acids in the baseline `amino-acid frequencies`
 
 
@@ -63,6 +65,25 @@ def corrupt(
     return corrupted, chosen_P
 
 
+def diffuse(tokens: npt.NDArray[np.uint8], key: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64], int]:
+    """Mask residues as in absorbing-state diffusion (DPLM, Wang et al. 2024, arXiv:2402.18567).
+
+    A time step t from 1 to STEPS is drawn uniformly, and each of the 20 standard amino acids becomes `<mask>` with
+    probability t / STEPS. In a short peptide no residue may be chosen. `corrupt` explains the arguments.
+
+    Returns:
+        The tokens for the model, the indices of the `<mask>` tokens, ascending, int64 [P], and the weight of their
+        losses, STEPS - t + 1. This is the linear weight of the authors' code (`weight: linear`), times STEPS.
+    """
+    eligible = np.flatnonzero(_IS_AMINO_ACID[tokens])
+    words = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * (len(eligible) + 1)), "<u4")
+    step = 1 + int(words[-1]) % STEPS
+    chosen_P = eligible[words[:-1] < step / STEPS * 2**32]
+    corrupted = tokens.copy()
+    corrupted[chosen_P] = MASK
+    return corrupted, chosen_P, STEPS - step + 1
+
+
 class MlmSettings(TaskSettings):
     """Masked-language-model training on unlabelled sequences, such as members of a protein family (docs/tasks.md)."""
 
@@ -75,10 +96,16 @@ class MlmSettings(TaskSettings):
     mask: float = Field(0.15, gt=0, le=0.5)
     """The share of residues that the model predicts. 80% of them are replaced by `<mask>`, 10% by a random one of the
     20 amino acids, and 10% stay unchanged."""
+    masking: Literal["bert", "diffusion"] = "bert"
+    """How training hides residues. `bert`: as `task.mask` describes. `diffusion`: as in the training of DPLM, each
+    residue becomes `<mask>` with a probability t, which is drawn from 0 to 1 for each sequence and epoch, and each loss
+    has the weight 1 - t. Evaluations always hide residues as with `bert`, so their results can be compared."""
 
     def head_bytes(self, tokens: int, n_logits: int) -> int:
-        """Return the size in bytes of three arrays at the predicted residues: logits, log-softmax and its gradient."""
-        return round(4 * 3 * n_logits * self.mask * tokens)
+        """Return the size in bytes of three arrays at the predicted residues: logits, log-softmax and its gradient. By
+        diffusion, all residues may be predicted.
+        """
+        return round(4 * 3 * n_logits * (self.mask if self.masking == "bert" else 1) * tokens)
 
 
 class MlmTask(Task):
@@ -100,7 +127,14 @@ class MlmTask(Task):
     def inputs(self, example: Example) -> Inputs:
         """Choose and mask residues (see `corrupt`). The target has the true tokens of these residues, int64 [P]. The
         choice differs between epochs. Evaluations always choose the same residues, whatever the recipe's seed is.
+
+        In training by diffusion (see `diffuse`), the target has two columns: the true tokens, and the weights of the
+        losses times STEPS, int64 [P, 2].
         """
+        if self.settings.masking == "diffusion" and example.draw != FIXED:
+            tokens, chosen_P, weight = diffuse(example.tokens, f"diffuse:{example.draw}:{example.id}")
+            target_P2 = np.stack([example.tokens[chosen_P], np.full(len(chosen_P), weight)], 1, dtype=np.int64)
+            return Inputs(tokens, target_P2, chosen_P, tracks=example.tracks)
         tokens, chosen_P = corrupt(example.tokens, self.settings.mask, f"mask:{example.draw}:{example.id}")
         return Inputs(tokens, example.tokens[chosen_P].astype(np.int64), chosen_P, tracks=example.tracks)
 
@@ -111,9 +145,12 @@ class MlmTask(Task):
 
     def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
         logits_PV = torch.cat(list(outputs))
-        target_P = on_device_of(torch.cat(list(targets)), logits_PV)
-        count = torch.full((), float(len(target_P)), device=logits_PV.device)
-        return LossSum(F.cross_entropy(logits_PV, target_P, reduction="sum"), count)
+        target = on_device_of(torch.cat(list(targets)), logits_PV)
+        count = torch.full((), float(len(target)), device=logits_PV.device)
+        if target.ndim == 1:
+            return LossSum(F.cross_entropy(logits_PV, target, reduction="sum"), count)
+        token_P, weight_P = target.unbind(1)
+        return LossSum((F.cross_entropy(logits_PV, token_P, reduction="none") * weight_P).sum() / STEPS, count)
 
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[np.int64]) -> Row:
         nll_P = -log_softmax(output.astype(np.float64), axis=1)[np.arange(len(target)), target]

@@ -20,7 +20,7 @@ import torch
 from esmshard.batch import batch_of, pack, pack_variants
 from esmshard.data.batching.loader import Example
 from esmshard.devices import packs_at_once, side_by_side
-from esmshard.model.families.family_registry import family_of
+from esmshard.model.families.family_registry import corruption_of
 from esmshard.model.finetuner import FineTuner
 from esmshard.progress import Progress
 from esmshard.tasks.base import Outputs
@@ -167,7 +167,7 @@ def _scores(
 @torch.no_grad()
 def _whole_scores(task: "VariantTask", examples: Sequence[Example], base: FineTuner) -> npt.NDArray[np.float64]:
     """Return the pseudo-log-likelihood of each variant minus that of its wild type, float64 [N]."""
-    kept, visible = _remembered(base, f"{SCORE} of sequences", {}), family_of(base.trunk.config).corruption
+    kept, visible = _remembered(base, f"{SCORE} of sequences", {}), corruption_of(base.trunk.config)
     assert visible is not None
     keys = [(task.wild_type(example).tobytes(), example.tokens.tobytes()) for example in examples]
     new = {key: example for key, example in zip(keys, examples, strict=True) if key not in kept}

@@ -22,7 +22,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.io.store import TokenStore
 from esmshard.io.tables import shown
 from esmshard.model.config import ModelConfig
-from esmshard.model.families.family_registry import family_of
+from esmshard.model.families.family_registry import corruption_of
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.sections import Clash, DataSettings, TaskSettings
 from esmshard.tasks import metrics, variant_baselines
@@ -375,7 +375,7 @@ class VariantTask(Task):
     def head(self, config: ModelConfig) -> nn.Module:
         s = self.settings
         if s.head == "likelihood":
-            visible = family_of(config).corruption if s.reads_whole else None
+            visible = corruption_of(config) if s.reads_whole else None
             if s.reads_whole and visible is None:
                 raise UsageError(
                     "task.context: sequence needs a model that was trained to predict visible residues too, as ESM-2; "

@@ -232,9 +232,9 @@ def test_the_configuration_of_a_repository_decides_family_and_shape(mine: Hub, m
 
 
 def test_a_repository_of_another_model_is_refused_before_its_weights_come(mine: Hub) -> None:
-    config = json.loads(mine.files["config.json"]) | {"model_type": "bert"}
+    config = json.loads(mine.files["config.json"]) | {"model_type": "gpt2"}
     mine.files["config.json"] = json.dumps(config).encode()
-    with pytest.raises(InputError, match="model_type is 'bert'"):
+    with pytest.raises(InputError, match="model_type is 'gpt2'"):
         weights.read(MINE)
     assert mine.asked == ["list", "config.json"]
 

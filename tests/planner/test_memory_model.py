@@ -170,7 +170,7 @@ def test_padding_and_several_sequences() -> None:
     assert layer_bytes(MODEL, layout, "cuda", padding=1.5).kept == BF16_TOKEN
 
 
-@pytest.mark.parametrize("size", ["mini", "esmc_mini", "amplify_mini", "saprot_mini"])
+@pytest.mark.parametrize("size", ["mini", "esmc_mini", "amplify_mini", "saprot_mini", "bert_mini"])
 def test_kept_bytes_are_those_that_autograd_keeps(size: str) -> None:
     """Counted by the hooks of saved tensors, each storage once, parameters not. With and without a LoRA."""
     for half, targets in ((False, None), (True, None), (False, "q k v out fc1 fc2"), (True, "q v")):

@@ -142,6 +142,12 @@ def examples(recipe: Recipe) -> tuple[Any, list[torch.Tensor]]:
     return collate(task, [train.get(n) for n in range(len(train))])
 
 
+def targets_in_training(recipe: Recipe) -> list[Any]:
+    task = new_task(recipe.task, {})
+    train = open_split(recipe, "train", task.labels)
+    return [task.inputs(train.get(n, 0)).target.tolist() for n in range(len(train))]
+
+
 def targets(recipe: Recipe) -> list[Any]:
     return [t.tolist() for t in examples(recipe)[1]]
 
@@ -321,6 +327,7 @@ KEYS = {
     "contact.channels": Key(head, "8"),
     "contact.blocks": Key(head, "2"),
     "mlm.mask": Key(targets, "0.3", ("task={name: mlm}",)),
+    "mlm.masking": Key(targets_in_training, "diffusion", ("task={name: mlm}",)),
     "residue.kind": Key(columns, "number", RESIDUE),
     "residue.classes": Key(head, "[HE, C]", RESIDUE),
     "residue.balance": Key(loss, "1.0", RESIDUE),

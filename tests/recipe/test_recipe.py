@@ -157,7 +157,11 @@ def test_overrides_change_values_and_make_sections(path: Path) -> None:
     assert (recipe.batch.global_tokens, recipe.optim.schedule) == (64, "linear")
     assert load(path, ["optim.lr=1", "optim.lr=2", "optim.betas=[0.8, 0.9]"]).optim.betas == (0.8, 0.9)
     assert load(path, ["train={steps: 3}"]).train == TrainSettings(steps=3)
-    assert load(path, ["task={name: mlm, mask: 0.3}"]).task.model_dump() == {"name": "mlm", "mask": 0.3}
+    assert load(path, ["task={name: mlm, mask: 0.3}"]).task.model_dump() == {
+        "name": "mlm",
+        "mask": 0.3,
+        "masking": "bert",
+    }
     recipe = load(path)
     assert (recipe.optim.lr, recipe.optim.clip, type(recipe.optim.clip)) == (1e-4, 2.0, float)
     assert (recipe.train.steps, recipe.train.eval_every, recipe.optim.head_lr) == (40, 50, 2e-4)

@@ -123,6 +123,37 @@ def test_loss_scores_and_summary_are_over_residues() -> None:
     assert all(np.isnan(v) for v in TASK.summary([rows[1]]).values())
 
 
+def test_diffusion_masks_a_share_that_is_uniform_and_weights_the_loss_by_it() -> None:
+    """The weight is (T - t + 1) / T with T = 500, as in the authors' code with `weight: linear`."""
+    task, one = MlmTask(MlmSettings(name="mlm", masking="diffusion"), {}), example("X".join(LETTERS) * 50)
+    residues, shares = np.flatnonzero(np.isin(one.tokens, encode("".join(LETTERS))[1:-1])), []
+    for n in range(1000):
+        inputs = task.inputs(example("X".join(LETTERS) * 50, f"0:{n}"))
+        hidden = np.flatnonzero(inputs.tokens == MASK)
+        assert (inputs.logits_at == hidden).all()
+        assert set(hidden) <= set(residues)
+        assert (np.delete(inputs.tokens, hidden) == np.delete(one.tokens, hidden)).all()
+        if len(hidden):
+            token_P, weight_P = inputs.target.T
+            assert (token_P == one.tokens[hidden]).all()
+            (weight,) = set(weight_P.tolist())
+            shares.append((len(hidden) / len(residues), (501 - weight) / 500))
+    share_N, t_N = np.array(shares).T
+    assert share_N == pytest.approx(t_N, abs=5 * 0.5 / math.sqrt(len(residues)))
+    assert np.histogram(t_N, 4, (0, 1))[0] == pytest.approx(250, abs=5 * math.sqrt(250 * 3 / 4))
+    fixed = example("MKTAYIAKQRQISFVKSHFS", "fixed")
+    assert task.inputs(fixed).tokens.tolist() == TASK.inputs(fixed).tokens.tolist(), "evaluations are comparable"
+
+    logits, weights = torch.randn(3, 33), torch.tensor([500, 250, 250])
+    part = task.loss(
+        [logits[:1], logits[1:1], logits[1:]],
+        [torch.tensor([[4, 500]]), torch.empty(0, 2).long(), torch.tensor([[5, 250], [6, 250]])],
+    )
+    losses = -logits.log_softmax(1)[range(3), [4, 5, 6]]
+    assert float(part.sum) == pytest.approx(float((losses * weights / 500).sum()), rel=1e-5)
+    assert float(part.count) == 3
+
+
 def test_predictions_are_probabilities_of_the_20_amino_acids(model: FineTuner) -> None:
     one = example("MKTXAYIAKQR")
     question = TASK.question(one)

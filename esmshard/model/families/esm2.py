@@ -9,7 +9,7 @@ import argparse
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -42,6 +42,9 @@ from esmshard.vocab import EOS, MASK, PAD, TOKENS, VOCAB_SIZE
 MASK_RATIO_TRAINED = 0.15 * 0.8
 """The share of `<mask>` tokens in pre-training, for `_token_dropout`."""
 
+DPLM = "EsmForDPLM"
+"""The class of the authors' code in `config.json` of DPLM (https://github.com/bytedance/dplm)."""
+
 TIED = "lm_head.weight"
 """The LM head's matrix, which is the same tensor as `embed_tokens.weight`."""
 
@@ -60,6 +63,8 @@ class EsmConfig(ModelConfig):
     """The number of position embeddings (ESM-1b, ESM-1v: 1024); None for rotary positions (ESM-2, SaProt)."""
     emb_layer_norm_before: bool = False
     """Whether a LayerNorm is applied to the embeddings before the first layer."""
+    diffusion: bool = field(default=False, compare=False)
+    """Whether the model was trained by diffusion, as DPLM: every residue to predict became `<mask>`."""
 
     @property
     def mask_row(self) -> int:
@@ -117,10 +122,10 @@ class TransformerLayer(TrunkBlock):
 class LMHead(nn.Module):
     """The LM head of ESM-2. Its matrix `weight` is the token embedding's matrix."""
 
-    def __init__(self, dim: int, weight: torch.Tensor) -> None:
+    def __init__(self, dim: int, weight: torch.Tensor, eps: float = 1e-5) -> None:
         super().__init__()
         self.dense = nn.Linear(dim, dim)
-        self.layer_norm = nn.LayerNorm(dim)
+        self.layer_norm = nn.LayerNorm(dim, eps)
         self.weight: torch.Tensor = weight
         self.bias = nn.Parameter(torch.zeros(len(weight)))
 
@@ -165,12 +170,6 @@ class ESM2(Trunk):
         if self.config.token_dropout:
             x_TD = _token_dropout(x_TD, rows_T == self.config.mask_row, batch)
         if self.config.max_positions is not None:
-            if batch.max_seqlen > self.config.max_positions:
-                n = batch.token_counts.index(batch.max_seqlen)
-                raise InputError(
-                    f"record {batch.record_ids[n]}: {batch.lengths[n]} residues, but this model has position "
-                    f"embeddings for only {self.config.max_positions - 2} residues; cut the sequence, or use an ESM-2"
-                )
             x_TD = x_TD + self.embed_positions(batch.position_T + PAD + 1)
         if self.config.emb_layer_norm_before:
             x_TD = self.emb_layer_norm_before(x_TD)
@@ -254,7 +253,7 @@ class EsmFamily(Family):
 
     def write_config(self, config: EsmConfig) -> dict[str, Any]:
         return {
-            "architectures": ["EsmForMaskedLM"],
+            "architectures": [DPLM if config.diffusion else "EsmForMaskedLM"],
             "attention_probs_dropout_prob": 0.0,
             "emb_layer_norm_before": config.emb_layer_norm_before,
             "eos_token_id": EOS,
@@ -285,6 +284,7 @@ class EsmFamily(Family):
             token_dropout=bool(raw.get("token_dropout", False)),
             max_positions=raw.get("max_position_embeddings", 1026) - PAD - 1 if positions == "absolute" else None,
             emb_layer_norm_before=bool(raw.get("emb_layer_norm_before")),
+            diffusion=raw.get("architectures") == [DPLM],
         )
         fixed = {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "intermediate_size": config.ffn_width}
         if config.token_dropout and raw.get("mask_token_id") is not None:
@@ -314,6 +314,10 @@ SIZES: dict[str, EsmConfig] = {
     "esm2_t33_650M_UR50D": EsmConfig(n_layers=33, dim=1280, n_heads=20),
     "esm2_t36_3B_UR50D": EsmConfig(n_layers=36, dim=2560, n_heads=40),
     "esm2_t48_15B_UR50D": EsmConfig(n_layers=48, dim=5120, n_heads=40),
+    # Wang et al. 2024 (arXiv:2402.18567): ESM-2's architecture, token dropout included, trained by diffusion.
+    "dplm_150m": EsmConfig(n_layers=30, dim=640, n_heads=20, diffusion=True),
+    "dplm_650m": EsmConfig(n_layers=33, dim=1280, n_heads=20, diffusion=True),
+    "dplm_3b": EsmConfig(n_layers=36, dim=2560, n_heads=40, diffusion=True),
     # Rives et al. 2021 (doi:10.1073/pnas.2016239118) and Meier et al. 2021 (five models, for variant effects).
     "esm1b_t33_650M_UR50S": replace(_ESM1V, emb_layer_norm_before=True),
     **{f"esm1v_t33_650M_UR90S_{n}": _ESM1V for n in range(1, 6)},
@@ -322,6 +326,7 @@ SIZES: dict[str, EsmConfig] = {
 _LIN = "Lin et al. 2023, Science 379:1123, doi:10.1126/science.ade2574"
 _RIVES = "Rives et al. 2021, PNAS 118:e2016239118, doi:10.1073/pnas.2016239118"
 _MEIER = "Meier et al. 2021, NeurIPS 34, doi:10.1101/2021.07.09.450648"
+_WANG = "Wang et al. 2024, ICML, PMLR 235:52309, arXiv:2402.18567"
 _PAPERS = {"esm2": _LIN, "esm1b": _RIVES, "esm1v": _MEIER}
 
 
@@ -361,7 +366,7 @@ model, alphabet = esm.pretrained.load_model_and_alphabet_local(FILE)""",
 
 
 class Esm2Family(EsmFamily):
-    """Describes all ESM-2, ESM-1b and ESM-1v models."""
+    """Describes all ESM-2, ESM-1b, ESM-1v and DPLM models."""
 
     title = "ESM-2"
     config = EsmConfig
@@ -371,6 +376,10 @@ class Esm2Family(EsmFamily):
         name: Released(f"facebook/{name}", "mit", "Meta Platforms, Inc. and affiliates", _PAPERS[name.split("_")[0]])
         for name in SIZES
         if re.match(r"esm\d", name)
+    } | {
+        name: Released(f"airkingbd/{name}", "apache-2.0", "ByteDance", _WANG, ("contact_head",))
+        for name in SIZES
+        if "dplm" in name
     }
     paper = _LIN
     window = 1022

@@ -35,6 +35,8 @@ class Released:
     """The holder of the copyright."""
     paper: str
     """The publication: authors, year, journal and DOI or address."""
+    untrained: tuple[str, ...] = ()
+    """The parts in the files (`lm_head`, `contact_head`) that the authors did not train."""
 
 
 class Piece(NamedTuple):

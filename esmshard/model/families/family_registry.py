@@ -10,12 +10,14 @@ import torch
 
 from esmshard.errors import UsageError
 from esmshard.model.config import ModelConfig
-from esmshard.model.families import amplify, esm2, esm3, esmc, saprot
-from esmshard.model.families.family import Encoder, Family, Opened, Released
+from esmshard.model.families import amplify, bert, esm2, esm3, esmc, saprot
+from esmshard.model.families.family import Corruption, Encoder, Family, Opened, Released
 from esmshard.model.trunk import Trunk
 from esmshard.vocab import Chains, read_chains
 
-FAMILIES: dict[str, Family] = {module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot)}
+FAMILIES: dict[str, Family] = {
+    module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot, bert)
+}
 """All model families by name. To add a family, write its module and add the module to this line."""
 
 SIZES: dict[str, ModelConfig] = {name: size for family in FAMILIES.values() for name, size in family.sizes.items()}
@@ -42,6 +44,11 @@ def family_of(config: ModelConfig) -> Family:
 def window_of(config: ModelConfig) -> int:
     """Return the length of the longest sequence that a model was trained on, in residues."""
     return family_of(config).window if config.window is None else config.window
+
+
+def corruption_of(config: ModelConfig) -> Corruption | None:
+    """Return how pre-training changed residues (`Family.corruption`); None for models trained by diffusion."""
+    return None if getattr(config, "diffusion", False) else family_of(config).corruption
 
 
 def build(config: ModelConfig) -> Trunk:

@@ -109,7 +109,9 @@ class SaprotFamily(EsmFamily):
         "saprot_650m_pdb": SaprotConfig(n_layers=33, dim=1280, n_heads=20),
     }
     released: ClassVar[Mapping[str, Released]] = {
-        f"saprot_{size.lower()}": Released(f"westlake-repl/SaProt_{size}", "mit", "westlake-repl", _SU)
+        f"saprot_{size.lower()}": Released(
+            f"westlake-repl/SaProt_{size}", "mit", "westlake-repl", _SU, ("contact_head",)
+        )
         for size in ("35M_AF2", "650M_AF2", "650M_PDB")
     }
     paper = _SU
