@@ -76,7 +76,7 @@ class MlmSettings(TaskSettings):
     """The share of residues that the model predicts. 80% of them are replaced by `<mask>`, 10% by a random one of the
     20 amino acids, and 10% stay unchanged."""
 
-    def head_bytes(self, tokens: int, n_logits: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int, dim: int) -> int:
         """Return the size in bytes of three arrays at the predicted residues: logits, log-softmax and its gradient."""
         return round(4 * 3 * n_logits * self.mask * tokens)
 
