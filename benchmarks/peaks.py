@@ -70,7 +70,7 @@ def numbers(
 
 def head_bytes(tokens: int, length: int = 256) -> int:
     """Return the bytes that the head of `measure` keeps for a micro-batch."""
-    return tokens // length * TASK.head_bytes(length, n_logits=0)
+    return tokens // length * TASK.head_bytes(length, n_logits=0, dim=0)
 
 
 def on_meta(config: ModelConfig, adapt: AdaptSettings, quantization: Quantization | None = None) -> FineTuner:

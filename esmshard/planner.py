@@ -608,7 +608,7 @@ class MicroBatches:
     def __init__(self, recipe: Recipe, train: Examples, numbers: ModelNumbers, layout: Layout, device: Device) -> None:
         self.longest, self._extra = int(train.tokens.max()), train.beside  # every micro-batch has `_extra` more tokens
         self.share = -(-recipe.batch.global_tokens // layout.data_size)  # a rank's tokens in a step
-        self._head_of = partial(head_bytes, recipe.task, layout=layout, n_logits=numbers.config.n_logits)
+        self._head_of = partial(head_bytes, recipe.task, layout=layout, config=numbers.config)
         self.head = self._head_of(train.tokens)
         padding = self.longest / float(train.tokens.mean(dtype=np.float64))
         self._memory = partial(memory, numbers, layout, device=device, padding=padding)
@@ -642,15 +642,16 @@ class MicroBatches:
 
 
 def head_bytes(
-    task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, n_logits: int
+    task: TaskSettings, tokens_N: npt.NDArray[np.int32], layout: Layout, config: ModelConfig
 ) -> Callable[[int], int]:
     """Return a function from a micro-batch's number of tokens to the memory that the task's head keeps, in bytes.
 
     The function assumes a micro-batch of the longest record and average records. `tokens_N` are the lengths of all
-    records in tokens. `n_logits` is as in `ModelConfig`.
+    records in tokens.
     """
     lengths, counts = np.unique(tokens_N, return_counts=True)
-    each = np.array([task.head_bytes(int(length), n_logits) for length in lengths], dtype=np.float64)
+    sizes = config.n_logits, config.dim
+    each = np.array([task.head_bytes(int(length), *sizes) for length in lengths], dtype=np.float64)
     size = BYTES[layout.precision] / 4  # `task.head_bytes` assumes fp32
     longest, per_token = int(lengths[-1]), float((each * counts).sum() / (lengths * counts).sum())
     return lambda tokens: round(size * (each[-1] + max(0, tokens - longest) * per_token))

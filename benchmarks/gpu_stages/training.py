@@ -88,7 +88,7 @@ def train(
         numbers,
         layout,
         tokens,
-        head_bytes(TASK, np.array([longest + 2], np.int32), layout, config.n_logits)(tokens),
+        head_bytes(TASK, np.array([longest + 2], np.int32), layout, config)(tokens),
         KERNELS[kernel_name(device, DTYPES[layout.precision])],
         micro_batches=micro_batches,
         padding=max(batch.max_seqlen * len(batch) / batch.bounds[-1] for batch, _ in work),

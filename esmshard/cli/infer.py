@@ -202,6 +202,10 @@ def predict(
     mutant: MutantColumn = None,
     offset: Annotated[int | None, Option(help="Added to the positions of a table; by default as in training.")] = None,
     png: Annotated[Path | None, Option(metavar="DIR", help="For contacts: directory for pictures.")] = None,
+    weights: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="For task.pooling=attention or light_attention: file for the weights of residues."),
+    ] = None,
     track: TrackPaths = None,
     complexes: Complexes = None,
     device: Device = None,
@@ -222,8 +226,10 @@ def predict(
             raise UsageError(
                 "a model of variants needs either a table, --combine, --all-singles or --propose; pass one of them"
             )
-        if png or strict or complexes:
-            raise UsageError("--png, --strict and --complexes are for proteins, not for variants; leave them out")
+        if png or weights or strict or complexes:
+            raise UsageError(
+                "--png, --weights, --strict and --complexes are for proteins, not for variants; leave them out"
+            )
         if tracks:
             raise UsageError("--track: a model of variants already has the tracks of its wild type; leave --track out")
         how: dict[str, Any] = {"mutant": mutant, "offset": offset, "propose": propose, "overwrite": overwrite}
@@ -245,7 +251,7 @@ def predict(
     if data is None:
         raise UsageError("there is no input; name a FASTA file or a token store")
     given: dict[str, Any] = {"tracks": tracks, "complexes": complexes, "device": device}
-    written, failures = heads.predict(model, data, out, png=png, overwrite=overwrite, **given)
+    written, failures = heads.predict(model, data, out, png=png, weights_out=weights, overwrite=overwrite, **given)
     failed = f"; {len(failures):,} failed, see {out}.failed.tsv" if failures else ""
     print(f"{out}: {counted(written, 'record')}{failed}")
     if failures and strict:

@@ -212,12 +212,15 @@ class RecordDropout(nn.Module):
 
 
 def of_tokens(batch: TokenBatch) -> torch.Tensor | None:
-    """Return a dropout seed for each token, int32 [T]; None if `batch.draw_N` is None."""
+    """Return a dropout seed for each token, int32 [T]; None if `batch.draw_N` is None. Both chains of a pair have the
+    seed of their record.
+    """
     if batch.draw_N is None:
         return None
     counts_N = batch.cu_seqlens.diff().long()
     # With `output_size`, the CPU does not wait for the GPU.
     record_T = torch.repeat_interleave(counts_N, output_size=batch.bounds[-1])
+    record_T = record_T // (len(batch) // len(batch.draw_N))
     return batch.draw_N[record_T] + batch.position_T.int() * _PLACE
 
 

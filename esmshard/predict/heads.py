@@ -41,6 +41,7 @@ from esmshard.progress import Progress, rate, say
 from esmshard.tasks.base import Task, of_residues
 from esmshard.tasks.finetuned import FineTuned, load_finetuned, without_tracks
 from esmshard.tasks.registry import traits
+from esmshard.tasks.residue import ResidueSettings, ResidueTask
 from esmshard.vocab import BETWEEN, Chains, chain_spans, decode
 
 Array = npt.NDArray[np.float32]
@@ -78,6 +79,7 @@ def predict(
     out: Path,
     *,
     png: Path | None = None,
+    weights_out: Path | None = None,
     tracks: Mapping[str, str] | None = None,
     complexes: str | None = None,
     device: DeviceName = None,
@@ -102,17 +104,24 @@ def predict(
         fasta: a FASTA file, `-` for standard input, a token store, a PDB or mmCIF file, or a directory of structures.
         out: the file to write.
         png: a directory for pictures of maps of residue pairs; see `esmshard.predict.pictures`.
+        weights_out: a file for the weights with which the head pools the residues (`task.pooling`), in the formats of
+            `out`: a row for each residue, or an array [L] for each record. The weights of each pooled chain sum to 1.
         tracks: the path of each track, by its name (docs/tracks.md). If `fasta` has structures, `inside` in place of a
             path means their coordinates.
         complexes: which chains of a structure file become one record; see the key `data.complexes` of a recipe.
         device: the name of the device; see `chosen_device`.
-        overwrite: replace `out`, and pictures with the same names.
+        overwrite: replace `out`, `weights_out`, and pictures with the same names.
 
     Raises:
         InputError: the input or the model cannot be used, or no record could be predicted.
-        UsageError: `out` or `png` does not fit the task, exists already, or needs a package that is not installed.
+        UsageError: `out`, `png` or `weights_out` does not fit the task, exists already, or needs a package that is not
+            installed.
     """
     _check_out(out, png, overwrite)
+    if weights_out is not None:
+        _check_out(weights_out, None, overwrite)
+        if weights_out.resolve() == out.resolve():
+            raise UsageError(f"--weights {weights_out}: is also the file of -o; give the weights another file")
     computing = chosen_device(device)
     with tempfile.TemporaryDirectory(prefix="esmshard-predict-") as scratch:
         # The input is read to its end before the model is opened, so a bad record costs only seconds.
@@ -121,6 +130,11 @@ def predict(
         task, failed, chains = finetuned.task, list[tuple[str, int, str]](), dict[str, list[int]]()
         if png is not None and task.names:
             raise UsageError(f"--png {png}: is for pair maps, and {model} predicts none; leave --png out")
+        if weights_out is not None and task.residue_weights(np.empty(0, np.float32)) is None:
+            raise UsageError(
+                f"--weights {weights_out}: {model} has no weights of residues, which only task.pooling=attention and "
+                "light_attention learn; leave --weights out"
+            )
         about = finetuned.about
         facts = {"format": FORMAT, "version": VERSION, "model": model, "weights_sha256": about.get("weights_sha256")}
         facts |= {"task": about["recipe"]["task"], "test": about.get("test"), "input": str(fasta)}
@@ -132,20 +146,22 @@ def predict(
             writing(out, "make room, or choose another place with -o; the unfinished file was removed"),
             nullcontext() if png is None else pictures.collected(png) as add_picture,
             _writer(out, task, facts, store) as writer,
+            nullcontext() if weights_out is None else _writer(weights_out, _WEIGHTS, facts, store) as weights_writer,
             Progress("predict", len(store)) as progress,
         ):
-            results = predictions(finetuned, examples.tokens, lambda n: task.question(examples.get(n)))
-            for n, values in enumerate(results):
+            convert = None if weights_writer is None else np.asarray  # the outputs with the weights stay as they are
+            results = predictions(finetuned, examples.tokens, lambda n: task.question(examples.get(n)), convert=convert)
+            for n, output in enumerate(results):
                 record_id, sequence = store.id(n), store.residues(n)
                 lengths = [end - start for start, end in chain_spans(sequence)]
                 chains |= {record_id: lengths} if len(lengths) > 1 else {}
-                if isinstance(values, str):
-                    failed.append((record_id, sum(lengths), values))
-                elif isinstance(writer, TableWriter):
-                    writer.add(rows_of(task, record_id, values, decode(sequence)))
+                if isinstance(output, str):
+                    failed.append((record_id, sum(lengths), output))
                 else:
-                    several = tuple(chains.get(record_id, ()))
-                    writer.add(Row(record_id, sum(lengths), {PREDICTION: values}, chains=several))
+                    values = output if weights_writer is None else task.predict(output)
+                    _add(writer, task, record_id, values, sequence)
+                    if weights_writer is not None and (weight_L := task.residue_weights(output)) is not None:
+                        _add(weights_writer, _WEIGHTS, record_id, weight_L, sequence)
                     if add_picture is not None:
                         add_picture(record_id, pictures.draw(values, record_id, chains=lengths))
                 residues += sum(lengths)
@@ -156,10 +172,34 @@ def predict(
                     f"{fasta}: no record could be predicted, see {failures_file(out)}; the first: {failed[0][2]}"
                 )
             # These three files get their final names together with the output file.
-            write_failures(failures_file(writer.work), failed)
-            write_chains(writer.work, chains, finetuned.model.trunk.config.chains.text)
-            replace_json(facts_file(writer.work), facts | {"records": len(store) - len(failed), "failed": len(failed)})
+            facts |= {"records": len(store) - len(failed), "failed": len(failed)}
+            more = {} if weights_writer is None else {weights_writer.work: {"weights_of": out.name}}
+            for work, of_weights in {writer.work: {}, **more}.items():
+                write_failures(failures_file(work), failed)
+                write_chains(work, chains, finetuned.model.trunk.config.chains.text)
+                replace_json(facts_file(work), facts | of_weights)
         return len(store) - len(failed), failed
+
+
+class _Weights(ResidueTask):
+    """Describes a file of weights: a number for each residue, in the column `weight`."""
+
+    names = ("weight",)
+
+
+_WEIGHTS = _Weights(ResidueSettings.model_validate({"name": "residue", "kind": "number"}), {})
+
+
+def _add(
+    writer: FormatWriter | TableWriter, task: Task, record_id: str, values: Array, sequence: npt.NDArray[np.uint8]
+) -> None:
+    """Write the values of a record, whose tokens without `<cls>` and `<eos>` are `sequence`."""
+    if isinstance(writer, TableWriter):
+        writer.add(rows_of(task, record_id, values, decode(sequence)))
+        return
+    lengths = [end - start for start, end in chain_spans(sequence)]
+    several = tuple(lengths) if len(lengths) > 1 else ()
+    writer.add(Row(record_id, sum(lengths), {PREDICTION: values}, chains=several))
 
 
 def _check_out(out: Path, png: Path | None, overwrite: bool) -> None:

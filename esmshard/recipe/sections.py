@@ -263,12 +263,13 @@ class TaskSettings(Settings):
             raise Clash("train", "this key is required")
         return data.model_copy(update={key: data.train for key in ("valid", "test") if getattr(data, key) is None})
 
-    def head_bytes(self, tokens: int, n_logits: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int, dim: int) -> int:
         """Estimate the bytes of memory that the head needs for the backward pass of one record, in fp32.
 
         Args:
             tokens: the number of tokens in the record.
             n_logits: the number of logits that the language model returns for each token.
+            dim: the width of the language model.
         """
         return 0
 

@@ -132,6 +132,24 @@ def profile(axes: Any, observed_L: Values, predicted_L: Values, classes: Sequenc
     axes.set_ylabel("class" if classes else "value")
 
 
+def residue_weights(axes: Any, chains: Sequence[str], weights: Sequence[Sequence[float]]) -> None:
+    """Draw a bar for the weight of each residue, and name the three highest of each chain. The `chains` of a record
+    follow each other, in two colours.
+    """
+    start = 0
+    for n, (chain, of_chain) in enumerate(zip(chains, weights, strict=True)):
+        axes.bar(np.arange(start + 1, start + 1 + len(chain)), of_chain, 1, color=(BLUE, ORANGE)[n % 2])
+        for place in np.argsort(of_chain)[-3:].tolist():
+            name, at = f"{chain[place]}{place + 1}", (start + place + 1, of_chain[place])
+            axes.annotate(name, at, ha="center", va="bottom", fontsize=7)
+        start += len(chain)
+    axes.set_xlim(0.5, start + 0.5)
+    axes.margins(y=0.15)
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("residue" if len(chains) == 1 else f"residue of {len(chains)} chains, one after another")
+    axes.set_ylabel("weight")
+
+
 def reliability(axes: Any, count: Values, confidence: Values, accuracy: Values) -> None:
     """Draw `accuracy` (share of predictions that came true) over `confidence`. A larger `count` enlarges the dot."""
     axes.plot([0, 1], [0, 1], color=GREY, linewidth=1, linestyle="--")

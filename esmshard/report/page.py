@@ -228,6 +228,10 @@ def _results(run: Path, tested: Mapping[str, Any]) -> dict[str, Any]:
         ],
         "measured": _measured(pairs),
         "profiles": profiles,
+        "weights": [
+            (chart(charts.residue_weights, record["chains"], record["weights"]), record["id"])
+            for record in tested.get("weights", ())
+        ],
         "by_length": [
             (chart(charts.dots, proteins["length"], score_N, "length (residues)", name), name)
             for name, score_N in [*scores.items()][:1]

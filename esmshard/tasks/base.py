@@ -144,6 +144,12 @@ class Task(ABC):
         """Convert the head's output for a record to probabilities, or to values in the labels' unit."""
         return output
 
+    def residue_weights(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
+        """Return the part of a head's output that has the weights of the L residues in the prediction, [L] without
+        linkers, whose sum over each separately read chain is 1. None if the head has no weights.
+        """
+        return None
+
     def units(self, data: Examples) -> tuple[npt.NDArray[np.int64] | None, str]:
         """Return the units that the bootstrap resamples: the index of each record's unit, int64 [N], or None if each
         record is a unit. Also return a noun for a unit, such as `record`.

@@ -103,7 +103,7 @@ class ContactSettings(TaskSettings):
         reason = "probe fits a regression over attention maps; set task.head: attention"
         return None if self.head == "attention" else reason
 
-    def head_bytes(self, tokens: int, n_logits: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int, dim: int) -> int:
         """Return the size of all pair maps in bytes: four maps, and six per block, have `channels` numbers per pair.
 
         With more than KEPT_PAIRS pairs, each block keeps one map, and the backward pass computes the six maps of one

@@ -47,6 +47,11 @@ class LabelSettings(TaskSettings):
     dropout: float = Field(0.1, ge=0, lt=1)
     """The share of the inputs of the head and of its hidden layer that dropout sets to 0 in training."""
 
+    @property
+    def head_options(self) -> dict[str, Any]:
+        """Further keyword arguments of the head's class."""
+        return {}
+
     @field_validator("balance")
     @classmethod
     def _of_classes(cls, balance: float, info: ValidationInfo) -> float:
@@ -155,7 +160,8 @@ class LabelTask(Task):
         """Return a new head of class `head_class`. At first it predicts the mean or class shares of training labels."""
         prior = self.prior()
         hidden = config.dim if self.settings.hidden is None else self.settings.hidden
-        head = self.head_class(config.dim, hidden, len(prior), self.settings.dropout)  # type: ignore[call-arg]
+        options = {"dropout": self.settings.dropout, **self.settings.head_options}
+        head = self.head_class(config.dim, hidden=hidden, outputs=len(prior), **options)  # type: ignore[call-arg]
         with torch.no_grad():
             head.out.bias.copy_(torch.from_numpy(prior))
         return head

@@ -101,7 +101,7 @@ class MlmSettings(TaskSettings):
     residue becomes `<mask>` with a probability t, which is drawn from 0 to 1 for each sequence and epoch, and each loss
     has the weight 1 - t. Evaluations always hide residues as with `bert`, so their results can be compared."""
 
-    def head_bytes(self, tokens: int, n_logits: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int, dim: int) -> int:
         """Return the size in bytes of three arrays at the predicted residues: logits, log-softmax and its gradient. By
         diffusion, all residues may be predicted.
         """

@@ -55,14 +55,15 @@ class PairSettings(SequenceSettings):
 
 
 class PairHead(SequenceHead):
-    """A head that averages the residues of each chain, and applies LayerNorm to the two means. Their sum, product and
-    absolute difference do not depend on the order of the chains. Dropout and one or two linear layers follow.
+    """A head that averages the residues of each chain, or pools them in another way, and applies LayerNorm to the two
+    vectors. Their sum, product and absolute difference do not depend on the order of the chains. Dropout and one or two
+    linear layers follow.
     """
 
     parts = 3
 
     def combined(self, x_SD: torch.Tensor) -> torch.Tensor:
-        """Convert the means of 2N chains [2N, D] to N vectors [N, 3D]. Chains 2n and 2n + 1 are the n-th pair."""
+        """Convert the vectors of 2N chains [2N, D] to N vectors [N, 3D]. Chains 2n and 2n + 1 are the n-th pair."""
         normed_SD = super().combined(x_SD)
         return torch.cat(_symmetric(normed_SD[0::2], normed_SD[1::2]), -1)
 

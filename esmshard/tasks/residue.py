@@ -74,7 +74,7 @@ class ResidueSettings(LabelSettings):
             raise ValueError("has only one class; name two or more")
         return classes
 
-    def head_bytes(self, tokens: int, n_logits: int) -> int:
+    def head_bytes(self, tokens: int, n_logits: int, dim: int) -> int:
         """Return the size in bytes of the hidden layer (before and after gelu, concatenated) and of the outputs."""
         return 4 * tokens * (3 * self.hidden + 2 * OUTPUTS)
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from pydantic import Field, ValidationInfo, field_validator
 from scipy import sparse
+from torch import nn
 
 from esmshard.batch import Inputs, TokenBatch
 from esmshard.data.batching.loader import Example
@@ -22,8 +23,10 @@ from esmshard.io.tables import shown
 from esmshard.model.finetuner import FineTuner
 from esmshard.recipe.sections import DataSettings
 from esmshard.tasks import metrics
+from esmshard.tasks.base import LossSum
 from esmshard.tasks.labels import FROZEN, LabelHead, LabelSettings, LabelTask, of_probabilities, probability_row
 from esmshard.tasks.metrics import Row
+from esmshard.tasks.pooling import NUMBERS, Attention, LightAttention, Pooling
 from esmshard.vocab import STANDARD, encode_residues, is_residue
 
 MOST_SHOWN = 32  # the maximum number of classes for which a record's row has a confusion matrix
@@ -40,6 +43,9 @@ class SequenceSettings(LabelSettings):
     kind: Literal["number", "class", "multilabel"] = "number"
     """What a protein has. `number`: one or several numbers; `class`: one class; `multilabel`: any of several classes.
     """
+    pooling: Pooling = "mean"
+    """How the head makes one vector of the residues: their mean; a mean with learned weights (`attention`); or
+    convolutions over 9 residues, whose values are summed with learned weights (`light_attention`)."""
     loss: Literal["mse", "huber"] | None = Field(None, validate_default=True)
     """The loss for kind `number`, by default `mse`. With `huber`, errors above one standard deviation count linearly,
     which suits data with outliers. Other kinds always use cross-entropy."""
@@ -52,27 +58,54 @@ class SequenceSettings(LabelSettings):
             raise ValueError(f"{loss} is for kind number, and the recipe has {kind}; remove it")
         return loss or ("mse" if kind == "number" else None)
 
+    @property
+    def head_options(self) -> dict[str, Any]:
+        return {"pooling": self.pooling}
+
+    def no_probe(self) -> str | None:
+        if self.pooling != "mean":
+            return f"probe reads mean representations, not {self.pooling}; set task.pooling: mean, or choose head"
+        return super().no_probe()
+
+    def head_bytes(self, tokens: int, n_logits: int, dim: int) -> int:
+        """Return the size in bytes of the pooling's arrays, such as the values and weights of `light_attention`."""
+        return 4 * tokens * dim * NUMBERS[self.pooling]
+
 
 class SequenceHead(LabelHead):
-    """A head that averages the residues of a protein, without `<cls>`, `<eos>` and linkers between chains. LayerNorm,
-    dropout, and one or two linear layers follow. ESM-2 was not trained to summarise a protein in `<cls>`.
+    """A head that averages the residues of a protein, without `<cls>`, `<eos>` and linkers between chains, or pools
+    them in another way (`esmshard.tasks.pooling`). LayerNorm, dropout, and one or two linear layers follow. ESM-2 was
+    not trained to summarise a protein in `<cls>`.
     """
 
     parts: ClassVar[int] = 1  # how many vectors of the model's width `combined` joins
 
-    def __init__(self, dim: int, hidden: int, outputs: int, dropout: float) -> None:
-        super().__init__(dim, self.parts * dim, hidden, outputs, dropout)
+    def __init__(self, dim: int, hidden: int, outputs: int, dropout: float, pooling: Pooling = "mean") -> None:
+        width = 2 * dim if pooling == "light_attention" else dim
+        super().__init__(width, self.parts * width, hidden, outputs, dropout)
+        self.pooling: nn.Module | None = None
+        if pooling != "mean":
+            self.pooling = Attention(dim) if pooling == "attention" else LightAttention(dim, dropout)
 
     def forward(self, x_TD: torch.Tensor, batch: TokenBatch) -> list[torch.Tensor]:
-        """Return the outputs of each record: T numbers [T], or the logits of C classes [C]."""
-        h_NF = self.dropout(self.combined(torch.stack(batch.means(x_TD))), batch.draw_N)
+        """Return the outputs of each record: T numbers [T], or the logits of C classes [C]. With a pooling other than
+        `mean` they are followed by the weights of the L residues, [T + L] or [C + L].
+        """
+        vectors, weights = (batch.means(x_TD), None) if self.pooling is None else self.pooling(x_TD, batch)
+        h_NF = self.dropout(self.combined(torch.stack(vectors)), batch.draw_N)
         if self.hidden is not None:
             h_NF = self.hidden_dropout(F.gelu(self.hidden(h_NF)), batch.draw_N)
-        return list(self.out(h_NF))
+        outputs = list(self.out(h_NF))
+        if weights is None:
+            return outputs
+        chains = len(weights) // len(outputs)  # 2 for a pair
+        return [torch.cat([output, *weights[n * chains :][:chains]]) for n, output in enumerate(outputs)]
 
 
 class SequenceTask(LabelTask):
-    """Predicts numbers, a class or several classes of a protein. Outputs: standardised numbers [T], or logits [C]."""
+    """Predicts numbers, a class or several classes of a protein. Outputs: standardised numbers [T], or logits [C]. With
+    a pooling other than `mean`, the weights of the residues follow (see `SequenceHead`).
+    """
 
     Settings: ClassVar[type[SequenceSettings]] = SequenceSettings
     settings: SequenceSettings
@@ -108,7 +141,22 @@ class SequenceTask(LabelTask):
             raise UsageError(f"data.target: the model was trained on {', '.join(self.names)}; name them in this order")
         return labels
 
+    def residue_weights(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32] | None:
+        return None if self.settings.pooling == "mean" else output[len(self.names) :]
+
+    def loss(self, outputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> LossSum:
+        return super().loss([output[: len(self.names)] for output in outputs], targets)
+
+    def predict(self, output: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
+        return super().predict(output[: len(self.names)])
+
     def score(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
+        """Compute the values of one protein for the metrics. `weights` are those of its residues, [L]."""
+        weight_L = self.residue_weights(output)
+        row = self._row(output[: len(self.names)], target)
+        return row if weight_L is None or not weight_L.size else {**row, "weights": weight_L}
+
+    def _row(self, output: npt.NDArray[np.float32], target: npt.NDArray[Any]) -> Row:
         if self.settings.kind == "number":
             return metrics.number_row(self.predict(output), self.predict(target), self.names)
         return self._class_row(output, target) if self.settings.kind == "class" else self._labels_row(output, target)

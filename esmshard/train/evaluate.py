@@ -41,7 +41,7 @@ from esmshard.tasks.metrics import (
     ranked,
     records_with,
 )
-from esmshard.vocab import chain_spans
+from esmshard.vocab import BETWEEN, chain_spans, decode
 
 R = TypeVar("R")
 
@@ -368,6 +368,7 @@ def write(
         "groups": group_results,
         **_summed(table[MAIN], task, scaling),
         **_profiles(table[MAIN], data, task),
+        **_weights(table[MAIN], data),
     }
     for old in (directory / "figures").glob("contacts_*.png"):
         old.unlink()
@@ -487,6 +488,23 @@ def _profiles(rows: Sequence[Row], data: Examples, task: Task) -> dict[str, Any]
         sample_2M = all_2M[:, :: max(1, -(-all_2M.shape[1] // MOST_RESIDUES))]
         drawn["residues"] = dict(zip(("observed", "predicted"), sample_2M.tolist(), strict=True))
     return drawn
+
+
+def _weights(rows: Sequence[Row], data: Examples) -> dict[str, Any]:
+    """Return the data for the figures of a head with weights of residues; empty for other heads.
+
+    `weights` has the chains and the weights of each chain's residues for three records of at most LONGEST_PROFILE
+    residues, spread evenly over the split.
+    """
+    if "weights" not in rows[0]:
+        return {}
+    usable = [n for n, row in enumerate(rows) if np.size(row["weights"]) <= LONGEST_PROFILE]
+    drawn = []
+    for n in dict.fromkeys(usable[(2 * k + 1) * len(usable) // 6] for k in range(3 if usable else 0)):
+        chains = decode(data.get(n).tokens).split(BETWEEN)
+        weights = np.split(np.asarray(rows[n]["weights"]), np.cumsum([len(chain) for chain in chains])[:-1])
+        drawn.append({"id": data.id(n), "chains": chains, "weights": [w_L.round(5).tolist() for w_L in weights]})
+    return {"weights": drawn}
 
 
 def _scaling(facts: Mapping[str, Any], ours: Mapping[str, Interval]) -> str | None:

@@ -138,8 +138,9 @@ def test_settings_that_no_strategy_can_have_are_refused() -> None:
 
 
 def test_head_bytes_are_the_longest_record_and_the_usual_mix() -> None:
-    task: Any = SimpleNamespace(head_bytes=lambda tokens, n_logits: tokens**2 * (n_logits == 64))
-    bytes_of = head_bytes(task, np.array([10, 10, 20, 40], dtype=np.int32), Layout(precision="bf16"), 64)
+    task: Any = SimpleNamespace(head_bytes=lambda tokens, n_logits, dim: tokens**2 * (n_logits == 64) * (dim == 9))
+    config: Any = SimpleNamespace(n_logits=64, dim=9)
+    bytes_of = head_bytes(task, np.array([10, 10, 20, 40], dtype=np.int32), Layout(precision="bf16"), config)
     per_token = (100 + 100 + 400 + 1600) / 80
     assert bytes_of(40) == bytes_of(10) == 800, "the longest is there, however small the rest"
     assert bytes_of(120) == round((1600 + 80 * per_token) / 2)
@@ -147,7 +148,7 @@ def test_head_bytes_are_the_longest_record_and_the_usual_mix() -> None:
 
 def micro_batches(share: int, longest: int) -> MicroBatches:
     """Those of MODEL on eight GPUs in bf16, with a head that keeps 500 bytes a token."""
-    task = SimpleNamespace(head_bytes=lambda tokens, n_logits: 1000 * tokens)
+    task = SimpleNamespace(head_bytes=lambda tokens, n_logits, dim: 1000 * tokens)
     recipe: Any = SimpleNamespace(task=task, batch=SimpleNamespace(global_tokens=8 * share))
     train: Any = SimpleNamespace(tokens=np.array([longest], dtype=np.int32), beside=0)
     return MicroBatches(recipe, train, MODEL, Layout(precision="bf16", world_size=8), "cuda")

@@ -282,6 +282,7 @@ REFUSED = [
     (["data.folds=3"], "data.folds: makes 3 parts"),
     (["data.labels=x.csv"], "data.labels: is for task pair, residue and sequence, but the recipe has task contact"),
     (["task={name: sequence}", "data.long=crop"], "data.long: crop may cut off the cause"),
+    (["task={name: sequence, hidden: 0, pooling: attention}", "adapt.method=probe"], "adapt.method: probe reads mean"),
     (["task={name: mlm}", "adapt.method=probe"], "adapt.method: probe is not offered by task mlm"),
     (["model.quantize=nf4", "adapt.method=full"], "adapt.method: full cannot train the weights"),
     (["model.quantize=int8", "adapt.method=lora", "parallel.compile=true"], "parallel.compile: does not work"),

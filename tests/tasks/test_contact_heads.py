@@ -226,5 +226,5 @@ def test_memory_for_the_backward_pass_is_as_planned(trunk: ESM2) -> None:
         x_TD = trunk(batch, on_attention=given[0].add if given else None).representations[TINY.n_layers].detach()
         with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
             tuner.head(x_TD.requires_grad_(), batch, *given)
-        share = sum(storage.nbytes() for storage in kept.values()) / made.head_bytes(122, 33)
+        share = sum(storage.nbytes() for storage in kept.values()) / made.head_bytes(122, 33, TINY.dim)
         assert (0 if head == "attention" else 0.6) < share < (1 if head == "attention" else 1.3)
