@@ -7,6 +7,7 @@ The letters at the end of a tensor's name are its dimensions, before the tensor 
     L  residues of one sequence (without `<cls>` and `<eos>`)
     D  width of the residual stream          F  width of the feed-forward layer
     H  attention heads                       K  width of one head
+    E  distances between two tokens
     C  channels of the pair representation   V  vocabulary (33)
     B  sequences of a padded block           P  tokens for which logits are computed
     M  changed residues of the variants of a batch
@@ -14,7 +15,7 @@ The letters at the end of a tensor's name are its dimensions, before the tensor 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,20 @@ from esmshard.vocab import CLS, EOS, MASK, SEPARATOR, is_residue
 Context = Literal["wild_type", "masked", "variant", "sequence"]
 """The sequence from which the language model predicts the changed residues of a variant: the wild type, the variant
 with masks in place of its changes, or the variant. `sequence`: all residues of the variant, from the variant."""
+
+
+class DistanceBias(NamedTuple):
+    """Numbers that attention adds to its scores, as in T5. With this bias, scores are not divided by sqrt(K)."""
+
+    bias_EH: torch.Tensor
+    """[2 R + 1, H]: the bias of each head, by the position of the key minus the position of the query, from -R to R.
+    Distances beyond R have the bias of R."""
+    position_T: torch.Tensor
+    """int64 [T]: the positions of all tokens of the batch, even if several processes divide the tokens."""
+    hides_first: bool
+    """Whether no token may attend to the first token of its sequence, `<cls>`, which T5 lacks."""
+    block_mask: Any = None
+    """The pairs of tokens to compute, for torch's `flex_attention`; None for other kernels."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +83,8 @@ class TokenBatch:
     """int32 [N]: a dropout seed for each record or variant (`esmshard.model.finetuner`). None outside training."""
     tracks: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """The tracks (`esmshard.vocab.Track`) by name, [T, ...] each. All values of an absent track count as unknown."""
+    distance_bias: DistanceBias | None = None
+    """The bias of attention (`Trunk.for_blocks` sets this field); None for models without a bias."""
 
     def __len__(self) -> int:
         return len(self.bounds) - 1

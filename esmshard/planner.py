@@ -245,7 +245,7 @@ class Memory:
     gathered: int  # gathered weights in the precision of computation, gather buffers, unpacked quantised matrices
     activations: int  # tensors that the trunk keeps for the backward pass, and temporary tensors of the current layer
     head: int  # tensors that the LM head or the task's head keeps for the backward pass
-    workspace: int  # memory that libraries use
+    workspace: int  # memory that libraries use, and attention maps of models that add a bias to scores
     total: int = field(init=False)  # the sum of the fields in KINDS
     host: int  # weights, gradients and optimizer state in the CPU's memory with `cpu_offload`; not in `total`
 
@@ -269,22 +269,24 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     """
     config, inputs, size = numbers.config, numbers.inputs, BYTES[layout.precision]
     d, n_heads, tensor, together = config.dim, config.n_heads, layout.tensor, layout.together
+    inner = config.inner * size // together
     vector, whole, wide = d * size // together, d * size // layout.context, config.ffn_width * size // together
-    products, output = 2 if config.gated else 1, int("fc2" in inputs)
+    products, output = 2 if config.gated else 1, int("fc2" in inputs and not config.relu)  # relu keeps its output only
     blocks = padding if device == "cuda-padded" else 1.0
     # A layer keeps its input and the sum after attention, both also in normalised form (for all tokens, if ranks divide
     # the layer); the vectors of the feed-forward part; q, k, v and attention's output. A layer does not keep the input
     # of a frozen matrix. A CPU also concatenates attention's outputs, and a device that pads has padded copies.
     everything = 2 * vector + whole * (("qkv" in inputs) + ("fc1" in inputs)) + wide * (products + output)
-    everything += round(3 * vector * blocks)
-    everything += vector if device == "cuda" else round(vector * (blocks + ("out" in inputs)))
+    everything += round(3 * inner * blocks)
+    everything += inner if device == "cuda" else round(inner * (blocks + ("out" in inputs)))
     if layout.context > 1:  # gathered keys and values
-        everything += 2 * d * size
+        everything += 2 * config.inner * size
     if config.qk_norm:  # divided norms keep queries and keys in fp32, with and without normalisation
         everything += 2 * vector if tensor == 1 else 4 * FP32 * d // tensor
     # These are rotary angles, attention's log-sum-exp, statistics of norms, and the inner vectors of LoRAs.
-    rotary = config.most_tokens is None
-    everything += rotary * 8 * d // n_heads // layout.context + (4 * n_heads + 16) // together + numbers.lora * size
+    rotary = config.most_tokens is None and not config.distance_bias
+    angles = rotary * 8 * config.head_dim // layout.context
+    everything += angles + (4 * n_heads + 16) // together + numbers.lora * size
     gathered = whole if tensor > 1 else 0
     if not numbers.layer_trained:  # the layer keeps nothing, and its peak is in the feed-forward part
         return LayerBytes(0, vector + max(wide * (1 + products), wide + gathered), 0)
@@ -300,8 +302,8 @@ def layer_bytes(numbers: ModelNumbers, layout: Layout, device: Device, padding: 
     # fc2 for their own tokens. After recomputation, q and k exist with and without rotation. With a LoRA, q and k exist
     # only with rotation.
     sums = whole if tensor == 1 else 2 * vector
-    kept = 5 * vector + wide * products + sums + 4 * n_heads // together
-    turned = 0 if config.qk_norm or not rotary or (numbers.lora and "qkv" in inputs) else 2 * vector
+    kept = vector + 4 * inner + wide * products + sums + 4 * n_heads // together
+    turned = 0 if config.qk_norm or not rotary or (numbers.lora and "qkv" in inputs) else 2 * inner
     return LayerBytes(kept, everything - kept + sums + turned, passing)
 
 
@@ -314,12 +316,14 @@ def memory(
     *,
     micro_batches: int = 1,
     padding: float = 1.0,
+    longest: int = 0,
     scoring: bool = False,
 ) -> Memory:
     """Return the memory of one rank at the peak of a training step, or with `scoring` at the peak of a validation.
 
     `tokens` is the size of the largest micro-batch. The head keeps `head_bytes` for this micro-batch until the backward
-    pass. `padding` is as in the function `layer_bytes`.
+    pass. `padding` is as in the function `layer_bytes`. `longest` is the number of tokens of the longest sequence. It
+    has an effect only on models that add a bias to attention scores.
     """
     part, config, sharded = numbers.of_rank(layout.tensor), numbers.config, int(layout.sharded)
     n, size, group = config.n_layers, BYTES[layout.precision], layout.group
@@ -334,6 +338,13 @@ def memory(
     ends = (2 * config.dim + (part.track_kept if learns and not recomputes else 0)) * size
     # A product unpacks one quantised matrix. bitsandbytes unpacks int8 in two steps, each to a new fp32 matrix.
     unpacked = config.dim * config.ffn_width * {None: 0, "nf4": size, "int8": 2 * FP32}[part.quantization]
+
+    # With a bias, a CPU computes the attention maps of one sequence at a time, in fp32, and a device that pads those of
+    # all sequences. In the backward pass there are four such maps: bias, probabilities, and two gradients.
+    maps = 0
+    if config.distance_bias and device != "cuda":
+        sequences = 1 if device == "cpu" else max(1.0, tokens * padding / max(1, longest))
+        maps = round((2 if scoring else 4) * FP32 * config.n_heads // layout.tensor * longest**2 * sequences)
 
     def gathered(to_do: int, *, at_work: bool, forward: bool = False) -> int:
         """Return the size of gathered weights in bytes, while `to_do` layers have not finished their backward pass.
@@ -403,7 +414,7 @@ def memory(
         gathered=whole_weights,
         activations=activations,
         head=head,
-        workspace=WORKSPACE[device] + copied,
+        workspace=WORKSPACE[device] + copied + maps,
         host=0 if stored_size else FP32 * (stored + 3 * trained),
     )
 
@@ -464,7 +475,7 @@ def our_passes(numbers: ModelNumbers) -> float:
     needs about half.
     """
     config = numbers.config
-    rotation = 29 if config.most_tokens is None else 0
+    rotation = 29 if config.most_tokens is None and not config.distance_bias else 0
     return 10 + rotation + (5 if config.gated else 2) * config.ffn_width / config.dim + (4 if config.qk_norm else 0)
 
 
@@ -477,7 +488,7 @@ def training_flops(numbers: ModelNumbers, attended: float) -> float:
     """
     through, config = int(numbers.layer_trained > 0), numbers.config
     products = 2 * ((1 + through) * numbers.layer_parameters + numbers.layer_trained)
-    return config.n_layers * (products + (1 + 2 * through) * 4 * config.dim * attended)
+    return config.n_layers * (products + (1 + 2 * through) * 4 * config.inner * attended)
 
 
 def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) -> Cost:
@@ -486,7 +497,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     n, m, peak, hbm = config.n_layers, work.micro_batches, gpu.flops(layout.precision), HBM_SHARE * gpu.hbm
 
     products = work.tokens * 2 * numbers.layer_parameters / together / (MATMUL_SHARE * peak)
-    attention = work.tokens * 4 * config.dim * work.attended / together / (ATTENTION_SHARE * peak)
+    attention = work.tokens * 4 * config.inner * work.attended / together / (ATTENTION_SHARE * peak)
     passes = our_passes(numbers) if work.passes is None else work.passes
     moved = work.tokens * passes * config.dim * BYTES[layout.precision] / together / hbm
     forward = max(products + attention + moved, LAUNCH)
@@ -494,7 +505,7 @@ def cost(numbers: ModelNumbers, layout: Layout, work: Work, machines: Machines) 
     through, trained_share = numbers.layer_trained > 0, numbers.layer_trained / numbers.layer_parameters
     backward = through * (2 * forward - (1 - trained_share) * products)
     # With selective checkpointing, ranks that divide a layer keep the sum after `out`, and recompute the product.
-    summed = config.dim**2 / numbers.layer_parameters if tensor > 1 else 0.0
+    summed = config.dim * config.inner / numbers.layer_parameters if tensor > 1 else 0.0
     selective = max(moved + (work.recomputed_products + summed) * products, LAUNCH)
     again = through * {"none": 0.0, "selective": selective, "full": forward}[layout.activation_checkpointing]
     head = 3 * work.head_bytes / hbm + 6 * work.tokens * work.head_products / (MATMUL_SHARE * peak)
@@ -611,7 +622,7 @@ class MicroBatches:
         self._head_of = partial(head_bytes, recipe.task, layout=layout, config=numbers.config)
         self.head = self._head_of(train.tokens)
         padding = self.longest / float(train.tokens.mean(dtype=np.float64))
-        self._memory = partial(memory, numbers, layout, device=device, padding=padding)
+        self._memory = partial(memory, numbers, layout, device=device, padding=padding, longest=self.longest)
 
     def largest(self, room: int, share: int | None = None) -> int:
         """Return the largest `batch.tokens_per_rank` that fits into `room` bytes; 0 if the longest record does not fit.
@@ -637,7 +648,7 @@ class MicroBatches:
         longest, mean = int(scored_N.max()), float(scored_N.mean(dtype=np.float64))
         head = self._head_of(scored_N)(max(tokens, longest))
         scored = max(tokens, longest, SCORED_TOKENS) + self._extra
-        scoring = self._memory(scored, head, padding=longest / mean, scoring=True)
+        scoring = self._memory(scored, head, padding=longest / mean, longest=longest, scoring=True)
         return max(step, scoring, key=lambda moment: moment.total)
 
 

@@ -62,7 +62,11 @@ def write(directory: Path, about: Mapping[str, Any], evaluation: Mapping[str, An
         "method": recipe.get("adapt", {}).get("method"),
         # The learning rates followed the earlier schedule until the number of steps was changed.
         "extended": [(a["steps"], b["after"]) for a, b in starts if a["steps"] != b["steps"]],
-        "unlearned": [part for name, part in PARTS.items() if name in about.get("unlearned", ())],
+        "unlearned": [
+            part
+            for name, part in PARTS.items()
+            if name in about.get("unlearned", ()) and not family.config.only_represents
+        ],
     }
     if not in_transformers:
         (kind,) = family.pickles.values()

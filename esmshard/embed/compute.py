@@ -205,8 +205,10 @@ class Embedder:
         [H, L, L] on the CPU.
         """
         batch = pack([x.tokens for x in inputs], tracks=[x.tracks for x in inputs]).to(self.device)
-        regression = self.esm.contact_head.regression
-        sums = ContactAccumulators(len(batch), regression.weight, regression.bias) if self._contacts else None
+        sums = None
+        if self._contacts:
+            regression = self.esm.contact_head.regression
+            sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
         maps = AttentionMaps(self.outputs, len(batch)) if self._maps else None
         listeners = [listener.add for listener in (sums, maps) if listener is not None]
 

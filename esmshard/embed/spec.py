@@ -63,6 +63,12 @@ def choose(
     for pool in pools:
         if pool not in POOLS:
             raise UsageError(f"--pool {pool}: one of {', '.join(POOLS)} is expected")
+        if pool in ("attentions", "contacts", "logits") and config.only_represents:
+            raise UsageError(
+                f"--pool {pool}: {model} computes representations only; choose mean, max or residue, or another model"
+            )
+        if pool == "cls" and not config.has_cls:
+            raise UsageError(f"--pool cls: {model} has no token <cls>; choose mean or max")
         if pool == "attentions" and 0 in wanted:
             raise UsageError(
                 f"--layers 0: layers 1 to {n_layers} have attentions, and layer 0 is the embedding; leave 0 out"

@@ -49,15 +49,20 @@ class ModelConfig(ABC):
     family: ClassVar[str]
     """The name of the model family, a key of `family_registry.FAMILIES`."""
     gated: ClassVar[bool] = False
-    """Whether the feed-forward part computes silu(gate matrix x input) * (up matrix x input), which is called
-    SwiGLU."""
+    """Whether the feed-forward part computes silu(gate matrix x input) * (up matrix x input), which is called SwiGLU,
+    or the same with gelu."""
     qk_norm: ClassVar[bool] = False
     """Whether a LayerNorm is applied to queries and keys before the rotary embedding."""
+    only_represents: ClassVar[bool] = False
+    """Whether the model computes representations only. It has no LM head and no contact regression, and its attention
+    maps cannot be read."""
+    distance_bias: ClassVar[bool] = False
+    """Whether attention adds `TokenBatch.distance_bias` to its scores, in place of rotary or learned positions."""
     chain_break: ClassVar[bool] = False
     """Whether the model has a chain-break token. Its index is `esmshard.vocab.SEPARATOR`."""
 
     def __post_init__(self) -> None:
-        for name in ("n_layers", "dim", "n_heads", "v_heads", "ffn", "max_positions", "window"):
+        for name in ("n_layers", "dim", "n_heads", "head_width", "v_heads", "ffn", "max_positions", "window"):
             value = getattr(self, name, None)
             is_unset = value is None and name not in ("n_layers", "dim", "n_heads")
             if not is_unset and (type(value) is not int or value < 1):
@@ -75,14 +80,29 @@ class ModelConfig(ABC):
         return self.dim // self.n_heads
 
     @property
+    def inner(self) -> int:
+        """The width of all attention heads together, which differs from `dim` in some T5 models."""
+        return self.n_heads * self.head_dim
+
+    @property
     def most_tokens(self) -> int | None:
         """The maximum number of tokens in a sequence, including `<cls>` and `<eos>`; None without a maximum."""
         return None
 
     @property
+    def has_cls(self) -> bool:
+        """Whether the model has a token `<cls>`. If not, no token attends to `<cls>`, and its output has no meaning."""
+        return True
+
+    @property
+    def relu(self) -> bool:
+        """Whether the feed-forward part computes relu, and not gelu or a gate."""
+        return False
+
+    @property
     @abstractmethod
     def n_logits(self) -> int:
-        """The number V of logits per token. The first 33 are for the tokens of `esmshard.vocab`, in the same order."""
+        """The number V of logits per token; 0 without an LM head. The first 33 are the tokens of `esmshard.vocab`."""
 
     @property
     @abstractmethod
@@ -97,9 +117,9 @@ class ModelConfig(ABC):
     @property
     def projections(self) -> tuple[Matrix, ...]:
         """The four linear layers of the attention part."""
-        d = self.dim
-        qkv = [Matrix(name, f"self_attn.{name}_proj", d, d, "qkv") for name in "qkv"]
-        return (*qkv, Matrix("out", "self_attn.out_proj", d, d, "out"))
+        d, inner = self.dim, self.inner
+        qkv = [Matrix(name, f"self_attn.{name}_proj", d, inner, "qkv") for name in "qkv"]
+        return (*qkv, Matrix("out", "self_attn.out_proj", inner, d, "out"))
 
     @property
     def n_maps(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from esmshard.batch import TokenBatch
+from esmshard.errors import UsageError
 from esmshard.model.attention import attention_map
 from esmshard.model.trunk import Trunk
 
@@ -108,7 +109,11 @@ def corrected_maps(q_THK: torch.Tensor, k_THK: torch.Tensor) -> torch.Tensor:
 
 
 def predict_contacts(model: Trunk, batch: TokenBatch) -> list[torch.Tensor]:
-    """Predict the contact probabilities of each sequence, fp32 [L, L], with gradients."""
+    """Predict the contact probabilities of each sequence, fp32 [L, L], with gradients. Raises `UsageError` if the model
+    has no contact regression.
+    """
+    if model.config.only_represents:
+        raise UsageError(f"models of the family {model.config.family} have no contact regression; choose another model")
     regression = model.contact_head.regression
     sums = ContactAccumulators(len(batch), regression.weight, regression.bias)
     model(batch, layers=(), on_attention=sums.add)

@@ -41,6 +41,22 @@ class FineTuner(nn.Module):
 
     def __init__(self, trunk: Trunk, head: nn.Module) -> None:
         super().__init__()
+        if trunk.config.only_represents:
+            name = trunk.config.family
+            if isinstance(head, LanguageModelHead):
+                raise UsageError(
+                    f"model.name: models of the family {name} have no LM head; choose a model of another family"
+                )
+            if getattr(head, "reads_logits", False):
+                raise UsageError(
+                    f"model.name: models of the family {name} have no LM head, and so no zero-shot score; set "
+                    "task.zero_shot=false and task.head=network or gp, or choose a model of another family"
+                )
+            if hasattr(head, "attention"):
+                raise UsageError(
+                    f"task.head: the attention maps of models of the family {name} cannot be read; set "
+                    "task.head=pairwise, or choose a model of another family"
+                )
         self.trunk = trunk
         self.head = head
         self._drawn: Mapping[str, WeightReader] = {}

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from esmshard.batch import TokenBatch
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.model.attention import OnAttention
 from esmshard.model.config import ModelConfig
 from esmshard.vocab import SEPARATOR, TOKENS, Chains
@@ -60,7 +60,7 @@ class Pack:
 
 
 class Trunk(nn.Module, ABC):
-    """A language model with LM head and contact regression. Each model family defines a subclass.
+    """A language model with LM head and contact regression, if it has them. Each model family defines a subclass.
 
     For `esmshard.parallel`, each block in `layers` must accept `block(x_TD, batch, layer, on_attention)` and return
     x [T, D]. Models are made on the device `meta`, without memory for values. `esmshard.model.weights` loads the values
@@ -78,6 +78,7 @@ class Trunk(nn.Module, ABC):
     embed_tokens: nn.Embedding
     layers: nn.ModuleList
     lm_head: nn.Module
+    """The LM head. Models with `ModelConfig.only_represents` have neither an LM head nor a contact head."""
     contact_head: ContactRegression
     shared_on: torch.device | None = None
     """The device of this process while several processes share the model, or while the precisions of arithmetic and
@@ -105,6 +106,10 @@ class Trunk(nn.Module, ABC):
     def finish(self, x_TD: torch.Tensor) -> torch.Tensor:
         """Apply the norm after the last block to x [T, D]."""
 
+    def for_blocks(self, batch: TokenBatch) -> TokenBatch:
+        """Return the batch with what the blocks read in addition, such as `TokenBatch.distance_bias`."""
+        return batch
+
     def run_block(
         self, index: int, x_TD: torch.Tensor, batch: TokenBatch, on_attention: OnAttention | None
     ) -> torch.Tensor:
@@ -121,7 +126,8 @@ class Trunk(nn.Module, ABC):
         logits_at: torch.Tensor | None = None,
         on_attention: OnAttention | None = None,
     ) -> TrunkOutput:
-        """Run the trunk over a packed batch. Raises `InputError` if a sequence is too long for the position embeddings.
+        """Run the trunk over a packed batch. Raises `InputError` if a sequence is too long for the position embeddings,
+        and `UsageError` if a model that only computes representations gets `logits_at` or `on_attention`.
 
         Args:
             batch: N sequences with T tokens in total.
@@ -130,6 +136,11 @@ class Trunk(nn.Module, ABC):
             logits_at: int64 [P], indices of the tokens that get LM logits; None for no logits.
             on_attention: see `esmshard.model.attention.OnAttention`.
         """
+        if self.config.only_represents and not (logits_at is None and on_attention is None):
+            raise UsageError(
+                f"models of the family {self.config.family} compute representations only: they have no LM head, and "
+                "their attention maps cannot be read; choose a model of another family"
+            )
         wanted = {self.config.n_layers} if layers is None else set(layers)
         if wanted - set(range(self.config.n_layers + 1)):
             raise ValueError(f"layers {sorted(wanted)}: this model has layers 0 to {self.config.n_layers}")
@@ -146,7 +157,7 @@ class Trunk(nn.Module, ABC):
         if logits_at is None and wanted:
             needed = max(wanted)
         x_TD = self.pack.own(x_TD)
-        batch = self.pack.positions(batch)
+        batch = self.pack.positions(self.for_blocks(batch))
         for index in range(len(self.layers)):
             if index == needed:
                 return TrunkOutput(representations, None)

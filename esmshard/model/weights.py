@@ -68,8 +68,9 @@ class Weights:
         return f"{self.source} {self.config} {self.seed} {self.made} {' '.join(files)}"
 
     def lacking(self, *parts: str) -> list[str]:
-        """Return a warning for each model part in `parts` that the files lack."""
-        return [f"{self.source}: has no {part}; its output is random" for part in self.absent if part in parts]
+        """Return a warning for each model part in `parts` that the files lack, although such models have it."""
+        absent = () if self.config.only_represents else self.absent
+        return [f"{self.source}: has no {part}; its output is random" for part in absent if part in parts]
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self.rows(name, ALL)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from esmshard.batch import TokenBatch
-from esmshard.model.attention import PackedAttention, SelfAttention, kernel_name
+from esmshard.model.attention import PackedAttention, Parts, SelfAttention, attend_biased_parts, kernel_name
 from esmshard.parallel.tensor_parallel import Rows, divide_tokens, trunk_of
 
 DIMENSION = "context"
@@ -75,18 +75,16 @@ def attend_from(
         if max(start, first) < min(end, last)
     ]
     if not parts:  # A rank without tokens must still take part in the collectives of keys and values, backward too.
-        return q_RHK + (k_THK[:0].sum() + v_THK[:0].sum())
+        bias = () if batch.distance_bias is None else (batch.distance_bias.bias_EH,)
+        return q_RHK + torch.stack([x[:0].sum() for x in (k_THK, v_THK, *bias)]).sum()
+    if batch.distance_bias is not None:
+        return attend_biased_parts(q_RHK, k_THK, v_THK, batch.position_T, batch.distance_bias, parts)
     if kernel_name(q_RHK.device, q_RHK.dtype) == "varlen":
         return _attend_varlen(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
     return _attend_parts(q_RHK, k_THK, v_THK, parts)  # type: ignore[no-any-return]
 
 
-_Parts = list[tuple[int, int, int, int]]
-"""Four indices for each sequence: where its queries begin and end among this rank's R tokens, and where its keys begin
-and end in the pack."""
-
-
-def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:
+def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: Parts) -> torch.Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
     keys = slice(parts[0][2], parts[-1][3])
@@ -102,7 +100,7 @@ def _attend_varlen(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor
     return out_RHK
 
 
-def _attend_parts(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: _Parts) -> torch.Tensor:
+def _attend_parts(q_RHK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, parts: Parts) -> torch.Tensor:
     out = []
     for q_start, q_end, start, end in parts:
         q_1HRK, k_1HTK, v_1HTK = (

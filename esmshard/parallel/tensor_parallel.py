@@ -31,6 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 from torch.func import functional_call
 
+from esmshard.batch import TokenBatch
+from esmshard.model import attention
 from esmshard.model.attention import PackedAttention, SelfAttention, TrunkBlock
 from esmshard.model.config import ModelConfig
 from esmshard.model.lora import LoraLinear
@@ -210,7 +212,14 @@ class _TensorAttention(PackedAttention):
 
     def __init__(self, rows: Rows) -> None:
         super().__init__()
+        self.rows = rows
         self.whole = rows.all_heads  # type: ignore[method-assign]
+
+    def attend(self, q_THK: torch.Tensor, k_THK: torch.Tensor, v_THK: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+        if (bias := batch.distance_bias) is None:
+            return super().attend(q_THK, k_THK, v_THK, batch)
+        own = bias._replace(bias_EH=bias.bias_EH.chunk(self.rows.size, 1)[self.rows.rank])
+        return attention.attend_biased(q_THK, k_THK, v_THK, batch, own)  # type: ignore[no-any-return]
 
 
 class DividedNorm(nn.LayerNorm):

@@ -195,7 +195,8 @@ class ContactTask(Task):
 
         `separation prior` [S] has the log odds of a contact at each separation, as if one of 100 additional pairs were
         a contact. Index 0 is for residues in two chains. `unsupervised head` [C + 1] has weights and bias from
-        `fit_regression`. It is left out if no training pair within a chain is a contact.
+        `fit_regression`. It is left out if no training pair within a chain is a contact, or if the model's attention
+        maps cannot be read.
         """
         targets = [self.inputs(example).target for example in train]
         longest = max(len(labels_LL) for labels_LL in targets)
@@ -207,7 +208,7 @@ class ContactTask(Task):
                 pairs += np.bincount(place, minlength=longest)
                 contacts += np.bincount(place[labels_LL[i, j] == 1], minlength=longest)
         fitted = {"separation prior": np.log(contacts / (pairs - contacts)).astype(np.float32)}
-        if contacts[MIN_SEPARATION:].sum() > longest - MIN_SEPARATION:
+        if contacts[MIN_SEPARATION:].sum() > longest - MIN_SEPARATION and not base.trunk.config.only_represents:
             fitted["unsupervised head"] = fit_regression(base.trunk, train, targets, seed=0)
         return fitted
 

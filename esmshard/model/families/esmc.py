@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -70,30 +70,42 @@ class EsmcConfig(ModelConfig):
         return (*self.projections, *gate_up, Matrix("fc2", "down", f, d, "fc2"))
 
 
-def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up, [T, F], and save only gate and up for the backward pass."""
+def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: Literal["silu", "gelu"] = "silu") -> torch.Tensor:
+    """Return silu(gate) * up or gelu(gate) * up, [T, F], and save only gate and up for the backward pass. This gelu has
+    tanh in place of the error function, as `gelu_new` in `transformers`.
+    """
+    function, _ = _ACTIVATIONS[activation]
     if torch.compiler.is_compiling():  # The compiler chooses what to save for the backward pass.
-        return F.silu(gate_TF) * up_TF
-    if not torch.is_grad_enabled():
+        return function(gate_TF) * up_TF
+    if not torch.is_grad_enabled() and activation == "silu":
         return F.silu(gate_TF, inplace=True).mul_(up_TF)
-    product_TF: torch.Tensor = _Gated.apply(gate_TF, up_TF)  # type: ignore[no-untyped-call]
+    product_TF: torch.Tensor = _Gated.apply(gate_TF, up_TF, activation)  # type: ignore[no-untyped-call]
     return product_TF
+
+
+_ACTIVATIONS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
+    "silu": (F.silu, torch.ops.aten.silu_backward),
+    "gelu": (partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward, approximate="tanh")),
+}
+"""The functions of gates, each with its backward pass: from the gradient of the output and the input to the gradient of
+the input."""
 
 
 class _Gated(torch.autograd.Function):
     """Computes silu(gate) * up. Plain autograd would also save silu(gate), a third tensor of this size."""
 
     @staticmethod
-    def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: str) -> torch.Tensor:
         ctx.save_for_backward(gate_TF, up_TF)
-        return F.silu(gate_TF).mul_(up_TF)
+        ctx.activation = activation
+        return _ACTIVATIONS[activation][0](gate_TF).mul_(up_TF)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate_TF, up_TF = ctx.saved_tensors
-        grad_up_TF = F.silu(gate_TF).mul_(grads[0])
-        grad_gate_TF: torch.Tensor = torch.ops.aten.silu_backward(grads[0] * up_TF, gate_TF)
-        return grad_gate_TF, grad_up_TF
+        function, backward = _ACTIVATIONS[ctx.activation]
+        grad_up_TF = function(gate_TF).mul_(grads[0])
+        return backward(grads[0] * up_TF, gate_TF), grad_up_TF, None
 
 
 class RMSNorm(nn.RMSNorm):
