@@ -4,14 +4,11 @@ matrices."""
 import math
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
-from outputs import smallest
+from outputs import head_of, learned, smallest
 from packed_weights import packed, unpacked
 
-from esmshard.batch import pack
 from esmshard.errors import UsageError
 from esmshard.model import lora
 from esmshard.model.families.family_registry import FAMILIES, SIZES, build
@@ -24,7 +21,6 @@ from esmshard.parallel.process_group import World
 from esmshard.parallel.shard import shard
 from esmshard.planner import numbers_of
 from esmshard.recipe.sections import AdaptSettings
-from esmshard.vocab import encode
 
 CPU = torch.device("cpu")
 ALONE, PLAIN = World(0, 1, CPU, None), Layout()
@@ -73,10 +69,10 @@ def test_the_backward_pass_of_a_product_saves_nothing() -> None:
 def built(weights: Weights, adapt: AdaptSettings, kind: Any, laid: Layout = PLAIN) -> FineTuner:
     """Build a model as training does, with random values of B."""
     with torch.device("meta"):
-        model = FineTuner(build(weights.config), LanguageModelHead())
+        model = FineTuner(build(weights.config), head_of(weights.config))
     model.adapt(adapt, 0, (), kind)
     shard(model, laid, ALONE)
-    read = model.rows_of(weights, LanguageModelHead())
+    read = model.rows_of(weights, head_of(weights.config))
 
     def rows_of(name: str, rows: slice) -> torch.Tensor:
         tensor = read(name, slice(None))
@@ -86,14 +82,6 @@ def built(weights: Weights, adapt: AdaptSettings, kind: Any, laid: Layout = PLAI
 
     materialise(model, rows_of, laid, ALONE)
     return model.train()
-
-
-def learned(model: FineTuner) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Logits, and all gradients of a loss."""
-    batch = pack([encode(text) for text in TEXTS], logits_at=[np.arange(1, len(text) + 1) for text in TEXTS])
-    logits_PV = torch.cat(list(model(batch)))
-    F.cross_entropy(logits_PV, batch.tokens_T[batch.logits_at_P].clamp(4, 23)).backward()
-    return logits_PV, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 ADAPT = {
@@ -109,23 +97,23 @@ CASES = [(family, KINDS[n % 2], "all") for n, family in enumerate(FAMILIES)]
 @pytest.mark.parametrize(("family", "kind", "adapt"), [*CASES, ("esm2", "int8", "some"), ("esm2", "nf4", "head")])
 def test_a_model_learns_as_one_of_the_unpacked_matrices(family: str, kind: Any, adapt: str) -> None:
     weights = fresh(smallest(FAMILIES[family]), 1)
-    logits_PV, gradients = learned(built(weights, ADAPT[adapt], kind))
-    plain_PV, expected = learned(built(unpacked(weights, kind), ADAPT[adapt], None))
+    logits_PV, gradients = learned(built(weights, ADAPT[adapt], kind), TEXTS)
+    plain_PV, expected = learned(built(unpacked(weights, kind), ADAPT[adapt], None), TEXTS)
     assert torch.allclose(logits_PV, plain_PV, atol=1e-5)
     assert gradients.keys() == expected.keys()
     largest = max(gradient.abs().max() for gradient in expected.values())
     for name, gradient in expected.items():
         assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5 * float(largest)), name
-    others_PV, _ = learned(built(weights, ADAPT[adapt], None))
+    others_PV, _ = learned(built(weights, ADAPT[adapt], None), TEXTS)
     assert (logits_PV - others_PV).abs().max() > 1e-4, "packing changes something"
 
 
 def test_checkpointing_changes_no_gradient() -> None:
     weights = fresh(SIZES["nano"], 1)
-    logits_PV, gradients = learned(built(weights, ADAPT["all"], "nf4"))
+    logits_PV, gradients = learned(built(weights, ADAPT["all"], "nf4"), TEXTS)
     for checkpointing in ("selective", "full"):
         laid = Layout(activation_checkpointing=checkpointing)  # type: ignore[arg-type]
-        again_PV, again = learned(built(weights, ADAPT["all"], "nf4", laid))
+        again_PV, again = learned(built(weights, ADAPT["all"], "nf4", laid), TEXTS)
         assert torch.allclose(again_PV, logits_PV, atol=1e-6)
         assert all(torch.allclose(again[name], gradient, atol=1e-6) for name, gradient in gradients.items())
 
@@ -133,8 +121,8 @@ def test_checkpointing_changes_no_gradient() -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_numbers_in_bf16_are_near_fp32(kind: Any) -> None:
     weights = fresh(SIZES["nano"], 1)
-    logits_PV, gradients = learned(built(weights, ADAPT["all"], kind, Layout(precision="bf16")))
-    plain_PV, expected = learned(built(weights, ADAPT["all"], kind))
+    logits_PV, gradients = learned(built(weights, ADAPT["all"], kind, Layout(precision="bf16")), TEXTS)
+    plain_PV, expected = learned(built(weights, ADAPT["all"], kind), TEXTS)
     assert torch.allclose(logits_PV, plain_PV, atol=0.05)
     for name, gradient in expected.items():
         assert gradients[name].dtype == torch.float32

@@ -170,7 +170,9 @@ def test_padding_and_several_sequences() -> None:
     assert layer_bytes(MODEL, layout, "cuda", padding=1.5).kept == BF16_TOKEN
 
 
-@pytest.mark.parametrize("size", ["mini", "esmc_mini", "amplify_mini", "saprot_mini", "bert_mini"])
+@pytest.mark.parametrize(
+    "size", ["mini", "esmc_mini", "amplify_mini", "saprot_mini", "bert_mini", "t5_mini", "ankh_mini"]
+)
 def test_kept_bytes_are_those_that_autograd_keeps(size: str) -> None:
     """Counted by the hooks of saved tensors, each storage once, parameters not. With and without a LoRA."""
     for half, targets in ((False, None), (True, None), (False, "q k v out fc1 fc2"), (True, "q v")):
@@ -258,6 +260,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
         slow(ESM2_8M, {}, 2048, ("head", None)),
         slow(ESM2_8M, {}, 2048, ("lora", "int8")),
         slow("esmc_mini", PAIR, 4096, ("full", None)),
+        slow("t5_mini", PAIR, 4096, ("full", None)),
         slow(ESM2_8M, {**PAIR, "tensor": 2}, 4096, ("full", None)),
         slow(ESM2_8M, {**PAIR, "tensor": 2, "activation_checkpointing": "full"}, 4096, ("full", None)),
         slow(ESM2_8M, {**PAIR, "context": 2}, 4096, ("full", None)),
@@ -273,7 +276,7 @@ def test_a_real_step_takes_what_was_predicted(
     laid_out, settings, kind = Layout(**layout), AdaptSettings(method=adapt[0]), adapt[1]  # type: ignore[call-arg]
     length, lowest = (64, 0.85) if laid_out.world_size == 1 else (128, 0.9)
     numbers, head = peaks.numbers(size, settings, kind), peaks.head_bytes(tokens, length)
-    predicted = memory(numbers, laid_out, tokens, head, "cpu").total
+    predicted = memory(numbers, laid_out, tokens, head, "cpu", longest=length).total
     # The kernel of a busy machine may take pages of libraries back during a measurement, which then is too small.
     for _ in range(3):
         measured = peaks.measure(size, laid_out, tokens, steps=2, length=length, adapt=settings, quantization=kind)

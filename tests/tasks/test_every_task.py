@@ -15,7 +15,7 @@ from pydantic import ValidationError
 
 from esmshard.data.batching.loader import Example
 from esmshard.data.splits.recipe_splits import open_split
-from esmshard.errors import InputError
+from esmshard.errors import InputError, UsageError
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.finetuner import FineTuner
@@ -38,11 +38,12 @@ def one_penalty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @cache
-def learned(name: str) -> tuple[Task, list[Example]]:
+def learned(name: str, **changes: Any) -> tuple[Task, list[Example]]:
     """A task that has read the labels of its sample, and the six shortest training records."""
     recipe = shipped_recipe(name)
-    train = open_split(recipe, "train", new_task(recipe.task, {}).labels)
-    task = new_task(recipe.task, {}).learn(train)
+    settings = recipe.task.model_copy(update=changes)
+    train = open_split(recipe, "train", new_task(settings, {}).labels)
+    task = new_task(settings, {}).learn(train)
     return task, [train.get(int(n)) for n in np.argsort(train.tokens, kind="stable")[:6]]
 
 
@@ -53,11 +54,27 @@ def test_every_task_is_registered_under_the_name_that_recipes_write() -> None:
         assert settings.model_fields["name"].annotation.__args__ == (name,)
 
 
+REFUSED: dict[str, dict[str, Any]] = {"mlm": {}, "variant": {"zero_shot": True}, "contact": {"head": "attention"}}
+"""Settings of tasks that a model without an LM head and without readable attention maps cannot have."""
+
+
+@pytest.mark.parametrize("size", ["tiny", "t5_nano"])
 @pytest.mark.parametrize("name", TASKS)
-def test_every_task_fulfils_the_base(name: str, one_penalty: None) -> None:
-    task, examples = learned(name)
+def test_every_task_fulfils_the_base(name: str, size: str, one_penalty: None) -> None:
+    """On an ESM-2, and on a model without an LM head, which task mlm refuses."""
+    config = SIZES.get(size, TINY)
+    task, examples = learned(name, **({"zero_shot": False} if (name, size) == ("variant", "t5_nano") else {}))
     assert 1 <= len(task.columns) == len(set(task.columns))
-    model = FineTuner(ours(fair_esm(TINY), TINY), task.head(TINY))
+    trunk = (
+        weights.build(weights.fresh(config, 0), torch.device("cpu")) if size in SIZES else ours(fair_esm(TINY), TINY)
+    )
+    if config.only_represents:
+        if name in REFUSED:
+            with pytest.raises(UsageError, match="family t5"):
+                FineTuner(trunk, learned(name, **REFUSED[name])[0].head(config))
+        if name == "mlm":
+            return
+    model = FineTuner(trunk, task.head(config))
     model.adapt(AdaptSettings(), 0)
     perturb(model.head, deviation=0.3)
     batch, targets = collate(task, [replace(example, draw="0:1") for example in examples])  # of an epoch, for dropout

@@ -10,13 +10,13 @@ import torch
 
 from esmshard.errors import UsageError
 from esmshard.model.config import ModelConfig
-from esmshard.model.families import amplify, bert, esm2, esm3, esmc, saprot
+from esmshard.model.families import amplify, bert, esm2, esm3, esmc, saprot, t5
 from esmshard.model.families.family import Corruption, Encoder, Family, Opened, Released
 from esmshard.model.trunk import Trunk
 from esmshard.vocab import Chains, read_chains
 
 FAMILIES: dict[str, Family] = {
-    module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot, bert)
+    module.FAMILY.name: module.FAMILY for module in (esm2, esmc, esm3, amplify, saprot, bert, t5)
 }
 """All model families by name. To add a family, write its module and add the module to this line."""
 
