@@ -28,7 +28,7 @@ from esmshard.devices import packs_at_once, side_by_side
 from esmshard.model import export, weights
 from esmshard.model.config import ModelConfig
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families import esmc
+from esmshard.model.families import esmc, t5
 from esmshard.model.families.esm2 import FAIR_ESM, FAMILY
 from esmshard.model.trunk import Trunk
 from esmshard.parallel.layout import Layout
@@ -58,8 +58,8 @@ def protein_lengths(count: int, seed: int = 0) -> list[int]:
 def flops(config: ModelConfig, lengths: Sequence[int]) -> tuple[float, float]:
     """Return the forward FLOPs of the linear layers of the trunk, and of attention, with `<cls>` and `<eos>`."""
     tokens = np.array(lengths, dtype=np.float64) + 2
-    gemm = config.n_layers * 24 * config.dim**2 * tokens.sum()
-    return float(gemm), float(config.n_layers * 4 * config.dim * (tokens**2).sum())
+    gemm = config.n_layers * 2 * sum(matrix.rows * matrix.columns for matrix in config.matrices) * tokens.sum()
+    return float(gemm), float(config.n_layers * 4 * config.inner * (tokens**2).sum())
 
 
 def ours(name: str, device: torch.device, dtype: torch.dtype) -> Trunk:
@@ -85,6 +85,8 @@ def transformers(name: str, device: torch.device, dtype: torch.dtype) -> Any:
     config, state = CONFIGS[name], ours(name, device, dtype).state_dict()
     if config.family == esmc.FAMILY.name:
         return _esmc_of_transformers(config, state).to(device, dtype).eval()
+    if config.family == t5.FAMILY.name:
+        return _t5_of_transformers(config, state).to(device, dtype).eval()
     settings = {key: value for key, value in FAMILY.write_config(config).items() if key != "model_type"}
     with warnings.catch_warnings(), torch.device(device):
         warnings.simplefilter("ignore")
@@ -105,6 +107,15 @@ def _esmc_of_transformers(config: ModelConfig, state: dict[str, torch.Tensor]) -
     for key, tensor in (*model.named_parameters(), *model.named_buffers()):
         for piece in esmc.FAMILY.pieces(key, config)[:1]:
             tensor.copy_(state[piece.name])
+    return model
+
+
+def _t5_of_transformers(config: ModelConfig, state: dict[str, torch.Tensor]) -> Any:
+    from transformers import T5Config, T5EncoderModel
+
+    model = T5EncoderModel(T5Config(**t5.FAMILY.write_config(config)))
+    model.load_state_dict({t5.FAMILY.key(key): value for key, value in state.items()}, strict=False)
+    model.rows = torch.tensor(config.row_of_token)
     return model
 
 
@@ -198,7 +209,10 @@ def forward_fair_esm(model: Any, block: torch.Tensor) -> torch.Tensor:
 
 
 def forward_transformers(model: Any, block: torch.Tensor) -> torch.Tensor:
-    """Call only the trunk of transformers, as its users do."""
+    """Call only the trunk of transformers, as its users do. T5 has no `<cls>`."""
+    if model.config.model_type == "t5":
+        x_BLD = model(input_ids=model.rows[block[:, 1:]], attention_mask=(block[:, 1:] != PAD).long()).last_hidden_state
+        return F.pad(x_BLD, (0, 0, 1, 0))
     trunk = getattr(model, model.base_model_prefix)
     return trunk(input_ids=block, attention_mask=(block != PAD).long()).last_hidden_state
 

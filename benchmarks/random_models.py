@@ -3,6 +3,8 @@
 To draw 15 billion numbers on one CPU core and to copy them takes minutes; a GPU draws them in seconds.
 """
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
@@ -15,10 +17,15 @@ from esmshard.model.trunk import Trunk
 
 SHORT = {"8M": "esm2_t6_8M_UR50D", "35M": "esm2_t12_35M_UR50D", "150M": "esm2_t30_150M_UR50D"}
 SHORT |= {"650M": "esm2_t33_650M_UR50D", "3B": "esm2_t36_3B_UR50D", "15B": "esm2_t48_15B_UR50D"}
-SHORT |= {"ESM-C-6": "esmc_six_layers", "nano": "nano"}
+SHORT |= {"ESM-C-6": "esmc_six_layers", "ProtT5-2": "prot_t5_two_layers", "nano": "nano"}
 """The short names of models, and their keys in CONFIGS."""
-CONFIGS: dict[str, ModelConfig] = {**SIZES, "esmc_six_layers": EsmcConfig(n_layers=6, dim=960, n_heads=15)}
-"""The architectures by name. Six layers of the shape of ESM-C 300M do a fifth of the work of the whole model."""
+CONFIGS: dict[str, ModelConfig] = {
+    **SIZES,
+    "esmc_six_layers": EsmcConfig(n_layers=6, dim=960, n_heads=15),
+    "prot_t5_two_layers": replace(SIZES["prot_t5_xl"], n_layers=2),
+}
+"""The architectures by name. Six layers of the shape of ESM-C 300M do a fifth of the work of the whole model, and two
+of ProtT5 XL a twelfth."""
 DEVIATION = 0.02
 
 
