@@ -83,13 +83,13 @@ def shard(model: nn.Module, layout: Layout, world: World) -> None:
     for layer, wrapped in zip(layers, wrappers, strict=True):
         if not layout.compile:
             layer.forward = checkpointed(wrapped(layer.forward))
-        elif layout.context == 1:  # the compiler gets plain tensors, and compiles the checkpoint too
+        elif layout.together == 1:  # the compiler gets plain tensors, and compiles the checkpoint too
             layer.forward = checkpointed(layer.forward)
             layer.compile(dynamic=True)
             layer.forward = wrapped(layer.forward)
-        else:  # attention to gathered keys cannot be compiled, so the checkpoint stays outside the compiled layer
+        else:  # communication inside a layer cannot be compiled, so the checkpoint stays outside the compiled layer
             layer.compile(dynamic=True)
-            layer.forward = checkpointed(layer.forward)
+            layer.forward = checkpointed(wrapped(layer.forward))
     if mesh is not None:
         _fully_shard(model, layers, layout, mesh, world)
     elif layout.precision != "fp32":

@@ -41,7 +41,7 @@ MATRIX: dict[int, dict[str, list[str]]] = {
     2: {
         "full_shard": [
             *("plain", "checkpointing selective", "offload", "unsharded", "wrong"),
-            *("tensor 2: plain", "tensor 2: offload", "tensor 2: wrong"),
+            *("tensor 2: plain", "tensor 2: offload", "tensor 2: compiled, selective", "tensor 2: wrong"),
             *("context 2: plain", "context 2: checkpointing full", "context 2: bf16", "context 2: wrong"),
         ],
         "shard_grad_op": ["plain"],
