@@ -196,9 +196,9 @@ def _indel(
     wild = [_LETTER.get(first.upper(), first.upper()), *[""] * (stop - start)]
     if last is not None and stop > start:
         wild[-1] = _LETTER.get(last.upper(), last.upper())
-    if kind == "dup" and stop - start < 2:
+    if kind == "dup" and stop - start in (0, 1):
         start, wild, inserted = stop, wild[-1:], wild[-1] + "".join(wild)
-    elif kind == "ins" and stop - start < 2:
+    elif kind == "ins" and stop - start in (0, 1):
         wild, inserted = wild[:1], wild[0] + inserted
     elif not kind.startswith("del") or stop < start:
         raise RefusedVariant(f"{shown(word)} is no insertion between two neighbours, and no deletion")

@@ -48,6 +48,8 @@ TARGET_COLUMNS = (
 NAME_MUTANT = "pass data.mutant=COLUMN to finetune, or --mutant COLUMN to score, predict and split"
 NAME_TARGET = "pass data.target=COLUMN to finetune, or --target COLUMN to score and split"
 
+SEVERAL_CHAINS = "the wild type has several chains; give only the chain that the variants change"
+
 Replicates = Literal["error", "mean", "keep"]
 Unusable = Literal["error", "drop"]
 MOST_UNUSABLE = 0.1
@@ -408,7 +410,7 @@ def protein_of(fasta: Path) -> str:
     """Return the only sequence in a FASTA file, which has one chain."""
     wild_type = read_wild_type(fasta)
     if wild_type.breaks:
-        raise InputError(f"{fasta}: the wild type has several chains; give only the chain that the variants change")
+        raise InputError(f"{fasta}: {SEVERAL_CHAINS}")
     return wild_type.residues
 
 

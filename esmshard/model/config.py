@@ -105,14 +105,15 @@ class ModelConfig(ABC):
         """The number V of logits per token; 0 without an LM head. The first 33 are the tokens of `esmshard.vocab`."""
 
     @property
-    @abstractmethod
     def ffn_width(self) -> int:
         """The width F of the feed-forward part."""
+        return 4 * self.dim
 
     @property
-    @abstractmethod
     def matrices(self) -> tuple[Matrix, ...]:
         """The linear layers of a block."""
+        d, f = self.dim, self.ffn_width
+        return (*self.projections, Matrix("fc1", "fc1", d, f, "fc1"), Matrix("fc2", "fc2", f, d, "fc2"))
 
     @property
     def projections(self) -> tuple[Matrix, ...]:

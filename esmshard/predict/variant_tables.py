@@ -13,7 +13,7 @@ import numpy.typing as npt
 from esmshard.data.batching.loader import SEEN as SEEN_FILE
 from esmshard.data.mutations import Mutation, name_of, parse_variant
 from esmshard.data.splits.variant_records import OUT_OF_FOLD as OUT_OF_FOLD_FILE
-from esmshard.data.variants import read_variants
+from esmshard.data.variants import SEVERAL_CHAINS, read_variants
 from esmshard.errors import InputError, UsageError, reading, writing
 from esmshard.io.paths import read_json, replace_json, without_directories
 from esmshard.io.tables import Table, counted, first_three
@@ -77,6 +77,8 @@ def read_rows(
     """Read the variants of a table. Equal variants are not merged, and unusable rows are left out (`read_variants`)."""
     rules: Any = {"unusable": "drop", "keep_synonymous": True, "replicates": "keep", "indels": indels}
     read = read_variants(path, wild_type=protein, mutant=mutant, targets=None, offset=offset, **rules)
+    if isinstance(protein, Path) and read.wild_types[""].breaks:  # a run knows the chains of its protein
+        raise InputError(f"{protein}: {SEVERAL_CHAINS}")
     mutations = [tuple(m for m in variant if m.mutant != m.wild) for variant in read.mutations]
     rows, columns = [row for (row,) in read.rows], dict(read.table.columns)
     return VariantRows(read.wild_type, columns, mutations, rows, read.left_out, read.notices, read.offset, read.table)

@@ -170,12 +170,13 @@ def _whole_scores(task: "VariantTask", examples: Sequence[Example], base: FineTu
     kept, visible = _remembered(base, f"{SCORE} of sequences", {}), corruption_of(base.trunk.config)
     assert visible is not None
     keys = [(task.wild_type(example).tobytes(), example.tokens.tobytes()) for example in examples]
-    new = {key: example for key, example in zip(keys, examples, strict=True) if key not in kept}
+    of_key = dict(zip(keys, examples, strict=True))
+    new = [key for key in of_key if key not in kept]
     each = max(1, PACKED // max(len(example.tokens) for example in examples))
     with Progress("zero-shot", len(new), show=base.trunk.shared_on is None and len(new) >= LONG) as progress:
         for first in range(0, len(new), each):
-            part = list(new)[first : first + each]
-            batch = batch_of([task.question(new[key]) for key in part]).to(base.device)
+            part = new[first : first + each]
+            batch = batch_of([task.question(of_key[key]) for key in part]).to(base.device)
             logits_PV = base.trunk(batch, logits_at=batch.logits_at_P).logits_PV
             kept.update(zip(part, sequence_scores(logits_PV, batch, visible).tolist(), strict=True))
             progress.update(first + len(part), "")

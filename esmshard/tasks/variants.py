@@ -157,24 +157,13 @@ class VariantSettings(TaskSettings):
             )
         if self.head == "auto" and data.split in ("mutations", "given"):
             raise Clash("split", f"{data.split} makes no folds, in which task.head auto compares heads; name a head")
-        if data.protein is not None:
-            if self.head != "network":
-                reason = f"is for task.head network, and {self.head} learns one protein; choose network, or remove it"
-                raise Clash("protein", reason)
-            others = {"tracks": data.tracks, "align": data.align, "train_max": data.train_max}
-            if data.long == "window":
-                raise Clash("long", "window is for one protein, and data.protein names several; choose full")
-            for key in (key for key, value in others.items() if value is not None):
-                raise Clash(key, "is for variants of one protein, and data.protein names several; remove it")
-            if data.split not in (None, "protein", "random", "given"):
-                reason = f"{data.split} is for one protein; choose protein, random or given, or name a column in folds"
-                raise Clash("split", reason)
-            data = data.model_copy(update={"split": data.split or "protein"})
-        elif data.split == "protein":
-            raise Clash("split", "protein divides several proteins; name their column in data.protein")
+        data = self._divided(data)
         if data.indels == "keep" and not self.reads_whole:
             reason = "keep is for task.head likelihood with task.context sequence; set both, or remove data.indels"
             raise Clash("indels", reason)
+        if data.tracks and self.reads_whole:
+            reason = "have a value for each residue of the wild type, and task.context sequence reads other lengths too"
+            raise Clash("tracks", f"{reason}; remove them, or set task.context: variant")
         if data.indels is None and self.reads_whole:
             data = data.model_copy(update={"indels": "keep"})
         if data.structure is not None and self.head not in ("gp", "auto"):
@@ -197,6 +186,27 @@ class VariantSettings(TaskSettings):
             raise Clash("train_max", f"is for data.split mutations, and the recipe has {data.split}; remove it")
         if data.target and (foreign := set(data.lower_is_better or ()) - set(data.target)):
             raise Clash("lower_is_better", f"{min(foreign)} is no target; data.target names {', '.join(data.target)}")
+        return data
+
+    def _divided(self, data: DataSettings) -> DataSettings:
+        """Return the data section with the default split for several proteins. Raises `Clash` if a key is for one
+        protein, or only for several.
+        """
+        if data.protein is not None:
+            if self.head != "network":
+                reason = f"is for task.head network, and {self.head} learns one protein; choose network, or remove it"
+                raise Clash("protein", reason)
+            others = {"tracks": data.tracks, "align": data.align, "train_max": data.train_max}
+            if data.long == "window":
+                raise Clash("long", "window is for one protein, and data.protein names several; choose full")
+            for key in (key for key, value in others.items() if value is not None):
+                raise Clash(key, "is for variants of one protein, and data.protein names several; remove it")
+            if data.split not in (None, "protein", "random", "given"):
+                reason = f"{data.split} is for one protein; choose protein, random or given, or name a column in folds"
+                raise Clash("split", reason)
+            return data.model_copy(update={"split": data.split or "protein"})
+        if data.split == "protein":
+            raise Clash("split", "protein divides several proteins; name their column in data.protein")
         return data
 
 

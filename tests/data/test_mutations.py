@@ -73,7 +73,7 @@ def test_cells() -> None:
     wrong = """
         |A4|4G|A4G:|A4G::T3V|A4G/V|A4GT3V|WT:A4G|model|A1234567G|A\u0664G|ACD4G|Ala4Foo|A4FGH|J4A|*4A|Ter4Ala|p.?
         |p.[Ala4Gly];[Thr3Val]|p.[Ala4Gly(;)Thr3Val]|A4X|p.Ala4X|p.Ala4Xaa|A4B|A4Z|A4J|T3V:A4-|\u0394A4
-        |A4\u2206|p.Ala4_Val30insGly|p.Ala4_Lys9dup|A4delG|A4ins|A4delinsGJ|p.Ala4delinsGl|p.Ala4GlyfsTer12|A4fs|p.Met1ext-5
+        |A4\u2206|p.Ala4_Val30insGly|p.Ala4_Lys9dup|A4_T3insG|A4_T3dup|A4_T3del|A4delG|A4ins|A4delinsGJ|p.Ala4delinsGl|p.Ala4GlyfsTer12|A4fs|p.Met1ext-5
         |c.76A>C|_sy|A4G:T3V:A4V|A4G:A4G"""
     for cell in ["a\nb4", *wrong.split("|")]:
         with pytest.raises(RefusedVariant):

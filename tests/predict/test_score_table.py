@@ -201,6 +201,11 @@ def test_mistakes(directory: Path) -> None:
         Path("v.csv").write_text(text)
         with pytest.raises(kind, match=token):
             score_table(str(directory / "model"), directory / "wt.fasta", Path("v.csv"), Path(out), **given)
+    pair = directory / "pair.fasta"
+    Path("v.csv").write_text("mutant\nK2A\n")
+    pair.write_text((directory / "wt.fasta").read_text().rstrip() + ":MKT\n")
+    with pytest.raises(InputError, match="several chains"):
+        score_table(str(directory / "model"), pair, Path("v.csv"), Path("out.csv"))
     assert {path.name for path in Path().iterdir()} == {"v.csv", "mine.csv"}, "nothing is left behind"
     assert Path("mine.csv").read_text() == "mine"
 

@@ -166,6 +166,9 @@ def test_a_table_of_several_proteins(tmp_path: Path) -> None:
         assert sentence in done.stderr
 
 
+WHOLE = "data.protein=null task.zero_shot=true task.head=likelihood task.context=sequence"
+
+
 def test_sets_of_several_proteins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_proteins(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -196,9 +199,10 @@ def test_sets_of_several_proteins(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "data.protein=null data.split=protein": "name their column in data.protein",
         "data.protein=nothing": "name another column in data.protein",
         "data.indels=keep": "keep is for task.head likelihood with task.context sequence",
+        f"{WHOLE} data.tracks.3di=t.fasta": "other lengths",
     }.items():
         with pytest.raises((InputError, UsageError), match=sentence):
-            split("train", *([changes] if "{" in changes else changes.split(" ")))
+            split("train", *([changes] if ": " in changes else changes.split(" ")))
 
 
 def test_chains_are_joined_and_positions_count_through_all(

@@ -19,7 +19,7 @@ from torch import nn
 from esmshard.batch import TokenBatch
 from esmshard.io.paths import replace_json
 from esmshard.model.attention import OnAttention, SelfAttention, TrunkBlock
-from esmshard.model.config import Matrix, ModelConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.families import family
 from esmshard.model.families.esm2 import TIED, EsmFamily, LMHead
 from esmshard.model.families.family import Corruption, Family, Names, Piece, Released
@@ -66,15 +66,6 @@ class BertConfig(ModelConfig):
     @property
     def n_logits(self) -> int:
         return VOCAB_SIZE
-
-    @property
-    def ffn_width(self) -> int:
-        return 4 * self.dim
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        d = self.dim
-        return (*self.projections, Matrix("fc1", "fc1", d, 4 * d, "fc1"), Matrix("fc2", "fc2", 4 * d, d, "fc2"))
 
 
 class BertLayer(TrunkBlock):

@@ -23,7 +23,7 @@ from esmshard.errors import InputError
 from esmshard.io.paths import replace_json
 from esmshard.model import weight_reader
 from esmshard.model.attention import OnAttention, SelfAttention, TrunkBlock
-from esmshard.model.config import Matrix, ModelConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.families.family import (
     SIZE_KEYS,
     AuthorsFile,
@@ -88,15 +88,6 @@ class EsmConfig(ModelConfig):
     @property
     def n_logits(self) -> int:
         return VOCAB_SIZE
-
-    @property
-    def ffn_width(self) -> int:
-        return 4 * self.dim
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        d = self.dim
-        return (*self.projections, Matrix("fc1", "fc1", d, 4 * d, "fc1"), Matrix("fc2", "fc2", 4 * d, d, "fc2"))
 
 
 class TransformerLayer(TrunkBlock):
