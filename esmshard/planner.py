@@ -786,7 +786,7 @@ def plan(recipe: Recipe, machines: Machines) -> Plan:
             and the GPU has no bf16.
     """
     config, task, data = config_of(recipe.model.name), new_task(recipe.task, {}), recipe.data
-    named = (family_of(config).tracks, recipe.model.name, "data.tracks.")
+    named = (family_of(config).tracks_of(config), recipe.model.name, "data.tracks.")
     tracks = track_files(data.tracks, *named) if data.tracks else []
     train = open_split(recipe, "train", task.labels, tracks)
     recipe, task, parallel = in_tokens(recipe, train), task.learn(train), recipe.parallel

@@ -195,3 +195,5 @@ class Track:
     """The possible letters of a track of kind `letters`."""
     n_codes: int = 0
     """The number of possible codes in a track of kind `codes`."""
+    replaces_residues: bool = False
+    """Whether the model reads this track in place of the amino acids."""

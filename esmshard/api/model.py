@@ -266,7 +266,7 @@ class Model:
         for name, tokens in zip(given.names, given.tokens, strict=True):
             if tracks and SEPARATOR in tokens:
                 raise InputError(f"{name} has several chains, and a track is for one chain; give each chain separately")
-        accepted = family_of(self.config).tracks
+        accepted = family_of(self.config).tracks_of(self.config)
         for track in [file.track for file in track_files(dict.fromkeys(tracks, ""), accepted, self.name, "tracks: ")]:
             of_track, entries = tracks[track.name], list[Any]()
             if given.single:

@@ -365,7 +365,7 @@ def evaluate(
     if png is not None and tuned.task.names:
         raise UsageError(f"--png {png}: is for contact maps, but {model} predicts none; leave --png out")
     tracks = named_tracks(track or [])
-    files = track_files(tracks, family_of(config).tracks, model, "--track ")
+    files = track_files(tracks, family_of(config).tracks_of(config), model, "--track ")
     examples = open_tested(data, labels, joined(recipe, config.chains), tuned.task.labels, files, complexes)
     for notice in examples.notices:
         say(f"{examples.path}: {notice}")

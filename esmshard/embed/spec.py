@@ -251,5 +251,5 @@ def request(
             f"--window {long.window}: {model} has positions for {longest - 2} residues; pass at most {longest - 2}"
         )
     spec = Spec(model_hash(source), outputs, config.dim, dtype, compute, long, config.chains)
-    files = track_files(tracks or {}, family_of(config).tracks, model, "--track ")
+    files = track_files(tracks or {}, family_of(config).tracks_of(config), model, "--track ")
     return EmbedRequest(model, out, fmt, spec, source, computing, tuple(files))

@@ -1,8 +1,8 @@
 """Defines `ModelConfig`, the architecture of a model of any family (ESM-2, ESM-C, ...), without importing torch."""
 
 from abc import ABC, abstractmethod
-from dataclasses import asdict, dataclass, field, fields
-from typing import Any, ClassVar, Literal
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, ClassVar, Literal, Self
 
 from esmshard.vocab import Chains
 
@@ -112,15 +112,10 @@ class ModelConfig(ABC):
     @property
     def matrices(self) -> tuple[Matrix, ...]:
         """The linear layers of a block."""
-        d, f = self.dim, self.ffn_width
-        return (*self.projections, Matrix("fc1", "fc1", d, f, "fc1"), Matrix("fc2", "fc2", f, d, "fc2"))
-
-    @property
-    def projections(self) -> tuple[Matrix, ...]:
-        """The four linear layers of the attention part."""
-        d, inner = self.dim, self.inner
+        d, f, inner = self.dim, self.ffn_width, self.inner
         qkv = [Matrix(name, f"self_attn.{name}_proj", d, inner, "qkv") for name in "qkv"]
-        return (*qkv, Matrix("out", "self_attn.out_proj", inner, d, "out"))
+        first = [Matrix("fc1", name, d, f, "fc1") for name in (("gate", "up") if self.gated else ("fc1",))]
+        return (*qkv, Matrix("out", "self_attn.out_proj", inner, d, "out"), *first, Matrix("fc2", "fc2", f, d, "fc2"))
 
     @property
     def n_maps(self) -> int:
@@ -135,6 +130,14 @@ class ModelConfig(ABC):
     def sizes(self) -> dict[str, Any]:
         """The fields that determine the shapes of the tensors, by name."""
         return {field.name: getattr(self, field.name) for field in fields(self) if field.compare}
+
+    def completed(self, named: Self) -> Self:
+        """Return this architecture with the values of `named`, the same architecture in esmshard's list, for fields
+        without influence on shapes that this one leaves at their defaults. Released files lack the window, for example.
+        """
+        mine = {field.name: getattr(self, field.name) for field in fields(self) if not field.compare}
+        defaults = {field.name: field.default for field in fields(self)}
+        return replace(named, **{name: value for name, value in mine.items() if value != defaults[name]})
 
     def recorded(self) -> dict[str, Any]:
         """Return the architecture as a dictionary for checkpoints. `family_registry.recorded_config` is the inverse."""

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from esmshard.errors import InputError
+from esmshard.errors import InputError, reading
 from esmshard.io import paths as files
 
 ALL = slice(None)
@@ -53,6 +53,23 @@ def read_json(path: Path) -> Any:
         raise InputError(f"{path}: missing, so the model is not complete; copy or download it again") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: cannot be read as JSON: {error}; {REPLACED}") from None
+
+
+def tokenizer_rows(directory: Path) -> dict[str, int]:
+    """Return the embedding's row of each token in the files `tokenizer.json` and `added_tokens.json` of `transformers`,
+    if there are such files. A token such as `▁A`, with the mark of a word's start, is listed without this mark, too.
+    """
+    row_of_token: dict[str, int] = {}
+    for path in (directory / name for name in ("tokenizer.json", "added_tokens.json")):
+        raw = read_json(path) if path.is_file() else {}
+        with reading(f"{path}", REPLACED):
+            if "model" in raw:
+                vocabulary = raw["model"]["vocab"]  # a list of pieces with their scores, or a dictionary of rows
+                if isinstance(vocabulary, list):
+                    vocabulary = {piece: row for row, (piece, _) in enumerate(vocabulary)}
+                raw = vocabulary | {token["content"]: token["id"] for token in raw["added_tokens"]}
+            row_of_token |= {token: int(row) for token, row in raw.items()}
+    return {token.removeprefix("▁"): row for token, row in row_of_token.items()} | row_of_token
 
 
 def read_safetensors(path: Path) -> dict[str, WeightReader]:

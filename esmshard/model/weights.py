@@ -193,9 +193,10 @@ def read(model: str) -> Weights:
         if name is None:
             return fetched
         if fetched.config != SIZES[name]:
-            raise InputError(f"{fetched.source}: its architecture is not that of {name}; download the model again")
+            fix = "download the model again, or give the path of its directory"
+            raise InputError(f"{fetched.source}: its architecture is not that of {name}; {fix}")
         absent = dict.fromkeys((*fetched.absent, *family_registry.RELEASED[name].untrained))
-        return replace(fetched, config=SIZES[name], absent=tuple(absent))  # Released files lack the window.
+        return replace(fetched, config=fetched.config.completed(SIZES[name]), absent=tuple(absent))
     if model in SIZES:
         raise InputError(
             f"{model}: has no trained weights; give the path of a trained model, or set init: random in the recipe"
@@ -247,6 +248,7 @@ def _read_transformers(path: Path, single: Path | None = None) -> Weights:
     """Open the weights in a directory in `transformers`' layout, or only the file `single` in this directory."""
     try:
         config = family_registry.transformers_config(weight_reader.read_json(path / "config.json"))
+        config = family_registry.family_of(config).read_tokens(config, path)
     except ValueError as error:
         raise InputError(f"{path / 'config.json'}: not a model that can be read: {error}") from None
     files = _weight_files(path) if single is None else [single]

@@ -235,7 +235,7 @@ def read_input(
     structures = holds_structures(fasta)
     require_structures(fasta, complexes)
     opened = weights.read(model)
-    files = with_paths(fasta, track_files(tracks, family_of(opened.config).tracks, model, "--track "))
+    files = with_paths(fasta, track_files(tracks, family_of(opened.config).tracks_of(opened.config), model, "--track "))
     with writing(scratch, "make room there, or set TMPDIR to a directory that has room"):
         read = cached_split(fasta, complexes) if structures else fasta
         linker = (chains or opened.config.chains).tokens

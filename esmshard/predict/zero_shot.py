@@ -189,7 +189,7 @@ def score_table(
     measured = None if rows.table is None else _measured(rows.table, target)
     value_N = np.empty(0) if measured is None else rows.measured(measured)
     opened, window = _open(names, window, tracks)
-    files = track_files(tracks, family_of(opened[0].config).tracks, model, "--track ")
+    files = track_files(tracks, family_of(opened[0].config).tracks_of(opened[0].config), model, "--track ")
     of_protein = protein_tracks(with_paths(wild_type, files), wild_type)
     missing = [notice for name in names for notice in without_tracks(name, tracks)]
     notices = [*rows.notices, *of_protein.notices(np.arange(1)), *missing]
@@ -287,7 +287,7 @@ def _open(
         chains = language_model.config.chains
         if "lm_head" in language_model.unlearned:
             raise InputError(f"{name}: has no trained LM head, which computes the scores; use another model")
-        track_files(tracks, family_of(language_model.config).tracks, name, "--track ")
+        track_files(tracks, family_of(language_model.config).tracks_of(language_model.config), name, "--track ")
         most = language_model.config.most_tokens
         if window is not None and most is not None and window + 2 > most:
             raise UsageError(

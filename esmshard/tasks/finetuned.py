@@ -9,7 +9,7 @@ from torch import nn
 
 from esmshard.data.tracks import TrackFile, track_files
 from esmshard.devices import DeviceName, chosen_device
-from esmshard.errors import InputError, reading
+from esmshard.errors import InputError, UsageError, reading
 from esmshard.io.paths import found_place, read_json
 from esmshard.model import weights
 from esmshard.model.families.family_registry import SIZES, family_of
@@ -75,8 +75,15 @@ def tracks_of(recipe: Recipe) -> list[TrackFile]:
     """Return the track files that a recipe names. Raises `UsageError` if its model cannot read one of the tracks."""
     if not recipe.data.tracks:
         return []
-    takes = family_of(initial_weights(recipe).config).tracks
-    return track_files(recipe.data.tracks, takes, recipe.model.name, "data.tracks.")
+    config = initial_weights(recipe).config
+    takes = family_of(config).tracks_of(config)
+    files = track_files(recipe.data.tracks, takes, recipe.model.name, "data.tracks.")
+    if recipe.task.reads_table and (instead := [file.track.name for file in files if file.track.replaces_residues]):
+        raise UsageError(
+            f"data.tracks.{instead[0]}: {recipe.model.name} reads this track in place of the amino acids, so all "
+            "variants of a protein would be the same to the model; leave the track out"
+        )
+    return files
 
 
 def without_tracks(model: str, given: Collection[str]) -> list[str]:

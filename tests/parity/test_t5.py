@@ -13,6 +13,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from transformers import T5Config as TheirConfig
 from transformers import T5EncoderModel, T5ForConditionalGeneration
 
+import esmshard
 from esmshard.batch import TokenBatch, pack
 from esmshard.checkpoint.consolidate import consolidate
 from esmshard.embed.spec import choose
@@ -22,6 +23,8 @@ from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family_registry import SIZES
 from esmshard.model.families.t5 import FAMILY, TOKENS_OF_T5
 from esmshard.model.trunk import Trunk
+from esmshard.recipe import recipe_file
+from esmshard.tasks.finetuned import tracks_of
 from esmshard.vocab import Chains, encode
 
 SEQUENCES = ["MKTAYIAKQRQISFVKSHFSRQ", "M", "MXBUZOKT", "ACDEFGHIKLMNPQRSTVWY" * 20]
@@ -30,7 +33,10 @@ KINDS = {
     "ProtT5": {"vocab_size": 128, "feed_forward_proj": "relu"},
     "Ankh": {"vocab_size": 144, "feed_forward_proj": "gated-gelu", "relative_attention_num_buckets": 64},
     "ProstT5": {"vocab_size": 150, "feed_forward_proj": "relu"},
+    "Ankh 3": {"vocab_size": 256, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 64},
 }
+FOLD = {"<fold2AA>": 128, "<AA2fold>": 149} | {letter: 129 + n for n, letter in enumerate("acdefghiklmnpqrstvwy")}
+PIECES = ["<pad>", "</s>", "<unk>", "[NLU]", "▁", "[S2S]", *(f"▁{letter}" for letter in "CLAGSVERTIDPKNFQYHMWXOZUB")]
 
 
 class Given(NamedTuple):
@@ -40,9 +46,11 @@ class Given(NamedTuple):
     batch: TokenBatch
 
     def rows(self, text: str) -> list[int]:
-        """The authors' tokens: U, Z, O and B are X except in Ankh, and `<AA2fold>` comes before in ProstT5."""
-        letters = text if self.kind == "Ankh" else "".join("X" if c in "UZOB" else c for c in text)
-        before = [149] if self.kind == "ProstT5" else []
+        """The authors' tokens: U, Z, O and B are X except in Ankh, and ProstT5 and Ankh 3 have a token before them."""
+        letters = text if self.kind.startswith("Ankh") else "".join("X" if c in "UZOB" else c for c in text)
+        before = {"ProstT5": [FOLD["<AA2fold>"]], "Ankh 3": [PIECES.index("[NLU]")]}.get(self.kind, [])
+        if self.kind == "Ankh 3":
+            return [*before, *(PIECES.index(f"▁{letter}") for letter in letters), 1]
         return [*before, *(TOKENS_OF_T5.index(letter) for letter in letters), 1]
 
 
@@ -55,6 +63,12 @@ def given(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     theirs = T5ForConditionalGeneration(config).eval()
     perturb(theirs, deviation=0.1)
     theirs.save_pretrained(directory)
+    if request.param == "ProstT5":
+        (directory / "added_tokens.json").write_text(json.dumps(FOLD))
+    if request.param == "Ankh 3":
+        added = [{"id": PIECES.index("[NLU]"), "content": "[NLU]"}]
+        tokenizer = {"added_tokens": added, "model": {"type": "Unigram", "vocab": [[piece, 0.0] for piece in PIECES]}}
+        (directory / "tokenizer.json").write_text(json.dumps(tokenizer))
     return Given(request.param, theirs, directory, tokenise(SEQUENCES)[1])
 
 
@@ -66,7 +80,7 @@ def test_every_layer_and_all_gradients_are_those_of_transformers(given: Given) -
     model, encoder = model_of(given), given.theirs.get_encoder()
     given.theirs.zero_grad()
     mine = model(given.batch, layers=range(4)).representations
-    first = 0 if given.kind == "ProstT5" else 1
+    first = 0 if given.kind in ("ProstT5", "Ankh 3") else 1
     generator = torch.Generator().manual_seed(2)
     for n, text in enumerate(SEQUENCES):
         theirs = encoder(torch.tensor([given.rows(text)]), output_hidden_states=True).hidden_states
@@ -88,6 +102,31 @@ def test_what_is_written_is_read_by_transformers(given: Given, tmp_path: Path) -
     tokens = torch.tensor([given.rows(SEQUENCES[0])])
     with torch.no_grad():
         assert torch.equal(found(tokens)[0], given.theirs.get_encoder()(tokens)[0])
+        first, second = (model_of(each)(given.batch) for each in (given, given._replace(directory=tmp_path / "out")))
+        assert torch.equal(first.representations[3], second.representations[3])
+
+
+def test_prost_t5_reads_structure_letters(given: Given, tmp_path: Path) -> None:
+    """In place of the amino acids, unless no letter of the protein is known. `#` is read as X."""
+    if given.kind != "ProstT5":
+        pytest.skip("the other models have no structure letters")
+    model, sequences = esmshard.load(str(given.directory), device="cpu"), ["MKTAYI", "MKT", "WYV"]
+    found = model.embed(sequences, tracks={"3di": ["dvP#ac", None, "###"]}, pool="residue")
+    with torch.no_grad():
+        letters = [
+            FOLD["<fold2AA>"],
+            *(FOLD[letter] for letter in "dvp"),
+            TOKENS_OF_T5.index("X"),
+            FOLD["a"],
+            FOLD["c"],
+            1,
+        ]
+        for mine, rows in zip(found, (letters, *map(given.rows, sequences[1:])), strict=True):
+            (theirs,) = given.theirs.get_encoder()(torch.tensor([rows]))[0]
+            assert (torch.from_numpy(mine) - theirs[1:-1]).abs().max() < 1e-5 * max(1.0, float(theirs.abs().max()))
+    changes = [f"model.name={given.directory}", "init=pretrained", "data.tracks.3di=letters.fasta"]
+    with pytest.raises(UsageError, match="in place of the amino acids"):
+        tracks_of(recipe_file.load(Path("recipes/variants.yaml"), changes))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
@@ -131,8 +170,12 @@ def test_what_these_models_lack_is_one_sentence() -> None:
 
 def test_other_models_of_this_type_are_refused(given: Given, tmp_path: Path) -> None:
     raw = json.loads((given.directory / "config.json").read_text())
-    wrong = {"vocab_size": 32128, "feed_forward_proj": "gated-silu", "layer_norm_epsilon": 1e-5, "d_kv": None}
+    wrong = {"vocab_size": 32128, "feed_forward_proj": "gated-relu", "layer_norm_epsilon": 1e-5, "d_kv": None}
     for key, value in wrong.items():
         (tmp_path / "config.json").write_text(json.dumps(raw | {key: value}))
         with pytest.raises(InputError, match=str(value)):
+            weights.read(str(tmp_path))
+    if given.kind in ("ProstT5", "Ankh 3"):
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        with pytest.raises(InputError, match=r"added_tokens\.json"):
             weights.read(str(tmp_path))

@@ -143,7 +143,7 @@ class AmplifyFamily(Family):
             "final_layer_norm": "ffn_norm",
             "gate": "ffn.w12",
             "up": "ffn.w12",
-            "down": "ffn.w3",
+            "fc2": "ffn.w3",
         },
         others={
             "embed_tokens.": "encoder.",

@@ -24,7 +24,7 @@ from esmshard.batch import TokenBatch
 from esmshard.io.paths import replace_json
 from esmshard.model import weight_reader
 from esmshard.model.attention import Between, OnAttention, SelfAttention, TrunkBlock
-from esmshard.model.config import Matrix, ModelConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.families.family import SIZE_KEYS, Family, Names, Opened, Piece, Released, check_settings, renamed
 from esmshard.model.trunk import ContactRegression, Trunk, embedding
 from esmshard.vocab import CLS, EOS, MASK, PAD, SEPARATOR, TOKENS, UNK
@@ -62,12 +62,6 @@ class EsmcConfig(ModelConfig):
     def branch_scale(self) -> float:
         """The factor sqrt(36 / n_layers) for the outputs of attention and feed-forward part in each block."""
         return float((36 / self.n_layers) ** 0.5)
-
-    @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        d, f = self.dim, self.ffn_width
-        gate_up = (Matrix("fc1", "gate", d, f, "fc1"), Matrix("fc1", "up", d, f, "fc1"))
-        return (*self.projections, *gate_up, Matrix("fc2", "down", f, d, "fc2"))
 
 
 def gated(gate_TF: torch.Tensor, up_TF: torch.Tensor, activation: Literal["silu", "gelu"] = "silu") -> torch.Tensor:
@@ -156,7 +150,7 @@ class GatedLayer(TrunkBlock):
         self.final_layer_norm = norm(d)
         self.gate = nn.Linear(d, f, bias=False)
         self.up = nn.Linear(d, f, bias=False)
-        self.down = nn.Linear(f, d, bias=False)
+        self.fc2 = nn.Linear(f, d, bias=False)
 
     def forward(
         self,
@@ -173,7 +167,7 @@ class GatedLayer(TrunkBlock):
         if between is not None:
             x_TD = torch.add(x_TD, self.add_between(between, x_TD, batch), alpha=self.branch_scale)
         y_TD = self.final_layer_norm(x_TD)
-        y_TD = self.down(gated(self.gate(y_TD), self.up(y_TD)))
+        y_TD = self.fc2(gated(self.gate(y_TD), self.up(y_TD)))
         return torch.add(x_TD, y_TD, alpha=self.branch_scale)
 
 
@@ -225,7 +219,7 @@ AUTHORS = Names(
         "final_layer_norm": "ffn.0",
         "gate": "ffn.1",
         "up": "ffn.1",
-        "down": "ffn.3",
+        "fc2": "ffn.3",
     },
     others={"layer_norm_after.": "transformer.norm."},
 )
@@ -336,7 +330,7 @@ class EsmcFamily(Family):
             "final_layer_norm": "post_attention_layernorm",
             "gate": "mlp.gate_proj",
             "up": "mlp.up_proj",
-            "down": "mlp.down_proj",
+            "fc2": "mlp.down_proj",
         },
         others={"embed_tokens.": "esmc.embed_tokens.", "layer_norm_after.": "esmc.norm."},
     )

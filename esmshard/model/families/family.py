@@ -151,7 +151,7 @@ class Family(ABC):
     """How pre-training changed residues; needed to estimate masked probabilities without masks. None if this is
     unknown, or if all residues to predict became `<mask>`."""
     tracks: ClassVar[tuple[Track, ...]] = ()
-    """The tracks that models of this family can read in addition to the amino acids."""
+    """The tracks that all models of this family can read in addition to the amino acids."""
     encoders: ClassVar[Mapping[str, Encoder]] = {}
     """The functions that compute the codes of a track from coordinates, by track name."""
     pickles: ClassVar[Mapping[str, AuthorsFile]] = {}
@@ -191,6 +191,14 @@ class Family(ABC):
     @abstractmethod
     def read_config(self, raw: Mapping[str, Any]) -> ModelConfig:
         """Return the architecture from `raw`, the content of a `config.json` of this family."""
+
+    def read_tokens(self, config: Any, directory: Path) -> ModelConfig:
+        """Return the architecture with what the tokenizer files in the model's directory say about it."""
+        return config  # type: ignore[no-any-return]
+
+    def tracks_of(self, config: Any) -> tuple[Track, ...]:
+        """Return the tracks that a model can read."""
+        return self.tracks
 
     @abstractmethod
     def write_config(self, config: Any) -> dict[str, Any]:

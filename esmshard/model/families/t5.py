@@ -1,4 +1,4 @@
-"""Defines the encoders of ProtT5, ProstT5 and Ankh for packed sequences, and their file format.
+"""Defines the encoders of ProtT5, ProstT5, Ankh and Ankh 3 for packed sequences, and their file format.
 
 All outputs must equal the outputs of `T5EncoderModel` of `transformers` 5.24. `tests/parity/` compares the outputs.
 T5 (Raffel et al. 2020, JMLR 21:140) has RMSNorm, no biases in linear layers, attention scores that are not divided by
@@ -9,8 +9,9 @@ models are not read, so there is no LM head. `esmshard.batch` explains the lette
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -19,16 +20,25 @@ from torch import nn
 
 from esmshard.batch import TokenBatch
 from esmshard.model.attention import OnAttention, SelfAttention, TrunkBlock, distance_bias
-from esmshard.model.config import Matrix, ModelConfig
+from esmshard.model.config import ModelConfig
 from esmshard.model.families.esmc import RMSNorm, gated
 from esmshard.model.families.family import Family, Names, Piece, Released, check_settings, renamed
+from esmshard.model.families.saprot import STRUCTURE
 from esmshard.model.trunk import Trunk, embedding
-from esmshard.vocab import TOKENS
+from esmshard.model.weight_reader import tokenizer_rows
+from esmshard.vocab import CLS, RESIDUES, STANDARD, TOKENS, Track
 
-TOKENS_OF_T5 = ("<pad>", "</s>", "<unk>", *"ALGVSREDTIPKFQNYMHWCXBOUZ")
-"""The first tokens of all these models, in the order of the embedding's rows (`spiece.model`, and Ankh's
+TOKENS_OF_T5 = ("<pad>", "</s>", "<unk>", *"ALGVSREDTIPKFQNYMHWCXBUZO")
+"""The first tokens of ProtT5, ProstT5 and Ankh, in the order of the embedding's rows (`spiece.model`, and Ankh's
 `tokenizer.json`). Sentinels such as `<extra_id_0>` follow; esmshard does not use them."""
 
+LETTERS = replace(STRUCTURE, replaces_residues=True)
+"""The track of ProstT5, which reads either the amino acids or the structure letters of a protein."""
+BEFORE_LETTERS = "<fold2AA>"
+"""The token that the authors of ProstT5 put before structure letters."""
+
+FIRST = TOKENS.index("L")
+"""The first token of `esmshard.vocab` that is a residue. All tokens of residues follow each other."""
 FARTHEST = 128
 """The distance from which on all distances have the same bias."""
 
@@ -37,8 +47,9 @@ class Vocabulary(NamedTuple):
     """The differences between the vocabularies of these models."""
 
     title: str
-    cls_row: int | None
-    """The row of the embedding that stands in the place of `<cls>`; None if no token may attend to `<cls>`."""
+    prefix: str | None
+    """The token that the authors put before amino acids, in the place of `<cls>`; None if they put none there. Then no
+    token may attend to `<cls>`."""
     rare_as_x: bool
     """Whether U, Z, O and B are read as X, as the authors ask."""
 
@@ -46,10 +57,15 @@ class Vocabulary(NamedTuple):
 VOCABULARIES = {
     128: Vocabulary("ProtT5", None, rare_as_x=True),
     144: Vocabulary("Ankh", None, rare_as_x=False),
-    # Row 149 is <AA2fold>, which the authors put before amino acids. Rows 128 to 147 are the 3Di letters.
-    150: Vocabulary("ProstT5", 149, rare_as_x=True),
+    150: Vocabulary("ProstT5", "<AA2fold>", rare_as_x=True),
+    256: Vocabulary("Ankh 3", "[NLU]", rare_as_x=False),
 }
 """The vocabularies by the number of the embedding's rows."""
+ROWS = {token: row for row, token in enumerate(TOKENS_OF_T5)}
+"""The rows of the tokens in ProtT5 and Ankh."""
+MADE_UP = ROWS | {token: row for row, token in enumerate((*STRUCTURE.letters, BEFORE_LETTERS, "<AA2fold>"), 128)}
+MADE_UP |= {"[NLU]": 255}
+"""The rows of the tokens in new random models with the vocabulary of ProstT5 or Ankh 3."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,18 +81,20 @@ class T5Config(ModelConfig):
     ffn: int
     """The width F of the feed-forward part."""
     feed_forward: str = "relu"
-    """The feed-forward part: `relu`, or `gated-gelu`."""
+    """The feed-forward part: `relu`, `gated-gelu` or `gated-silu`."""
     buckets: int = 32
     """The number of groups of distances. All distances in a group have the same bias."""
     rows: int = 128
     """The number of the embedding's rows, a key of `VOCABULARIES`."""
+    token_rows: Mapping[str, int] | None = field(default=None, compare=False)
+    """The rows of all tokens in ProstT5 and Ankh 3 (see `T5Family.read_tokens`)."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if None in (self.head_width, self.ffn):
             raise ValueError("d_kv and d_ff must be positive whole numbers, not None")
-        if self.feed_forward not in ("relu", "gated-gelu"):
-            raise ValueError(f"feed_forward_proj is {self.feed_forward!r}, and must be relu or gated-gelu")
+        if self.feed_forward not in ("relu", "gated-gelu", "gated-silu"):
+            raise ValueError(f"feed_forward_proj is {self.feed_forward!r}, not relu, gated-gelu or gated-silu")
         if type(self.buckets) is not int or self.buckets < 4 or self.buckets % 4:
             raise ValueError(f"relative_attention_num_buckets is {self.buckets!r}, and must be a multiple of 4")
         if self.rows not in VOCABULARIES:
@@ -85,7 +103,7 @@ class T5Config(ModelConfig):
 
     @property
     def gated(self) -> bool:  # type: ignore[override]
-        return self.feed_forward == "gated-gelu"
+        return self.feed_forward.startswith("gated")
 
     @property
     def relu(self) -> bool:
@@ -93,7 +111,7 @@ class T5Config(ModelConfig):
 
     @property
     def has_cls(self) -> bool:
-        return VOCABULARIES[self.rows].cls_row is not None
+        return VOCABULARIES[self.rows].prefix is not None
 
     @property
     def head_dim(self) -> int:
@@ -108,21 +126,15 @@ class T5Config(ModelConfig):
         return self.ffn
 
     @property
-    def matrices(self) -> tuple[Matrix, ...]:
-        d, f = self.dim, self.ffn
-        names = ("gate", "up") if self.gated else ("fc1",)
-        fc1 = [Matrix("fc1", name, d, f, "fc1") for name in names]
-        return (*self.projections, *fc1, Matrix("fc2", "fc2", f, d, "fc2"))
-
-    @property
-    def row_of_token(self) -> tuple[int, ...]:
-        """The row of the embedding for each token of `esmshard.vocab`. Gaps and `<mask>` are read as `<unk>`."""
-        _, cls_row, rare_as_x = VOCABULARIES[self.rows]
-        special = {"<cls>": 0 if cls_row is None else cls_row, "<eos>": 1, "<pad>": 0}
-        letters = {token: row for row, token in enumerate(TOKENS_OF_T5) if len(token) == 1}
-        if rare_as_x:
-            letters |= dict.fromkeys("UZOB", letters["X"])
-        return tuple((special | letters).get(token, TOKENS_OF_T5.index("<unk>")) for token in TOKENS)
+    def rows_in_order(self) -> list[int]:
+        """The row of the embedding for each token of `esmshard.vocab`, and then, for ProstT5, for each structure
+        letter, for an unknown letter (X) and for `BEFORE_LETTERS`. Gaps and `<mask>` are read as `<unk>`.
+        """
+        row, (_, prefix, rare_as_x) = self.token_rows or MADE_UP, VOCABULARIES[self.rows]
+        names = {"<cls>": prefix or "<pad>", "<eos>": "</s>"} | (dict.fromkeys("UZOB", "X") if rare_as_x else {})
+        known = [row.get(names.get(token, token), row["<unk>"]) for token in TOKENS]
+        letters = [*STRUCTURE.letters, "X", BEFORE_LETTERS] if LETTERS in FAMILY.tracks_of(self) else []
+        return known + [row[letter] for letter in letters]
 
 
 class T5Layer(TrunkBlock):
@@ -140,7 +152,7 @@ class T5Layer(TrunkBlock):
         else:
             self.fc1 = linear(d, f)
         self.fc2 = linear(f, d)
-        self.gated = config.gated
+        self.activation: Any = config.feed_forward.removeprefix("gated-")
 
     def forward(
         self, x_TD: torch.Tensor, batch: TokenBatch, layer: int = 0, on_attention: OnAttention | None = None
@@ -148,8 +160,9 @@ class T5Layer(TrunkBlock):
         """Map x [T, D] to [T, D]. The batch has a `distance_bias`. `on_attention` is not used."""
         x_TD = x_TD + self.self_attn(self.self_attn_layer_norm(x_TD), batch)
         y_TD = self.final_layer_norm(x_TD)
-        y_TF = gated(self.gate(y_TD), self.up(y_TD), "gelu") if self.gated else F.relu(self.fc1(y_TD))
-        return x_TD + self.fc2(y_TF)  # type: ignore[no-any-return]
+        if self.activation == "relu":
+            return x_TD + self.fc2(F.relu(self.fc1(y_TD)))  # type: ignore[no-any-return]
+        return x_TD + self.fc2(gated(self.gate(y_TD), self.up(y_TD), self.activation))  # type: ignore[no-any-return]
 
 
 class T5Encoder(Trunk):
@@ -167,9 +180,18 @@ class T5Encoder(Trunk):
         self.norm_after = RMSNorm(config.dim, eps=1e-6)
 
     def embed(self, batch: TokenBatch) -> torch.Tensor:
+        index_T, letter_T = batch.tokens_T, batch.tracks.get(LETTERS.name)
+        if letter_T is not None:
+            # A protein of which no structure letter is known is read as amino acids.
+            bounds = zip(batch.bounds, batch.bounds[1:], strict=False)
+            known_N = torch.stack([(letter_T[start:end] != LETTERS.unknown).any() for start, end in bounds])
+            known_T = known_N.repeat_interleave(batch.cu_seqlens.diff().long(), output_size=len(letter_T))
+            is_residue_T = (index_T >= FIRST) & (index_T < FIRST + len(RESIDUES))
+            index_T = torch.where(known_T & is_residue_T, len(TOKENS) + letter_T.long(), index_T)
+            index_T = torch.where(known_T & (index_T == CLS), len(TOKENS) + len(LETTERS.letters) + 1, index_T)
         # A table from tokens to rows would need a buffer, so the rows of the embedding are reordered instead.
         rows = self.embed_tokens.weight.split(1)  # type: ignore[no-untyped-call]
-        return F.embedding(batch.tokens_T, torch.cat([rows[row] for row in self.config.row_of_token]))
+        return F.embedding(index_T, torch.cat([rows[row] for row in self.config.rows_in_order]))
 
     def for_blocks(self, batch: TokenBatch) -> TokenBatch:
         """Return the batch with the bias of each distance, which all blocks share."""
@@ -211,11 +233,11 @@ _KEYS = {
 _FIXED = {"layer_norm_epsilon": 1e-6, "relative_attention_max_distance": FARTHEST, "pad_token_id": 0, "eos_token_id": 1}
 _ELNAGGAR = "Elnaggar et al. 2022, IEEE TPAMI 44:7112, doi:10.1109/TPAMI.2021.3095381"
 _HEINZINGER = "Heinzinger et al. 2024, NAR Genomics and Bioinformatics 6:lqae150, doi:10.1093/nargab/lqae150"
-_ANKH_PAPER = "Elnaggar et al. 2023, arXiv:2301.06568"
+_ANKH_1, _ANKH_3 = "Elnaggar et al. 2023, arXiv:2301.06568", "Alsamkary et al. 2025, arXiv:2505.20052"
 
 
 class T5Family(Family):
-    """Describes the encoders of ProtT5, ProstT5 and Ankh."""
+    """Describes the encoders of ProtT5, ProstT5, Ankh and Ankh 3."""
 
     title = "ProtT5, ProstT5 and Ankh"
     config = T5Config
@@ -229,14 +251,15 @@ class T5Family(Family):
         "prost_t5": replace(_XL, rows=150),
         "ankh_base": _ANKH(dim=768, n_heads=12, ffn=3072),
         "ankh_large": _ANKH(dim=1536, n_heads=16, ffn=3840),
+        "ankh3_large": _ANKH(dim=1536, n_heads=16, ffn=3840, feed_forward="gated-silu", rows=256),
     }
     released: ClassVar[Mapping[str, Released]] = {
         # The model card of ProtT5 names no licence; this is the licence in the README of ProtTrans.
         "prot_t5_xl": Released("Rostlab/prot_t5_xl_half_uniref50-enc", "afl-3.0", "Rostlab", _ELNAGGAR),
         "prost_t5": Released("Rostlab/ProstT5", "mit", "Michael Heinzinger", _HEINZINGER),
         **{
-            f"ankh_{size}": Released(f"ElnaggarLab/ankh-{size}", "cc-by-nc-sa-4.0", "the authors of Ankh", _ANKH_PAPER)
-            for size in ("base", "large")
+            name.replace("-", "_"): Released(f"ElnaggarLab/{name}", "cc-by-nc-sa-4.0", "the authors of Ankh", paper)
+            for name, paper in {"ankh-base": _ANKH_1, "ankh-large": _ANKH_1, "ankh3-large": _ANKH_3}.items()
         },
     }
     paper = _ELNAGGAR
@@ -282,7 +305,28 @@ class T5Family(Family):
         check_settings(raw, _FIXED)
         more = {"buckets": "relative_attention_num_buckets", "feed_forward": "feed_forward_proj"}
         given = {ours: raw[key] for ours, key in more.items() if key in raw}
-        return T5Config(**renamed(raw, _KEYS), **given)
+        return T5Config(**renamed(raw, _KEYS), **given, token_rows=raw.get("token_rows"))
+
+    def read_tokens(self, config: T5Config, directory: Path) -> T5Config:
+        """Return the architecture with the rows of its tokens: the rows in `config.json`, if esmshard wrote this file,
+        and otherwise those in the authors' `tokenizer.json` and `added_tokens.json`. Raises `ValueError` if the row of
+        a token is unknown without which the model cannot be used.
+        """
+        prefix = VOCABULARIES[config.rows].prefix
+        if prefix is None or config.token_rows:
+            return config
+        added = {BEFORE_LETTERS, *STRUCTURE.letters} if LETTERS in self.tracks_of(config) else set()
+        known = tokenizer_rows(directory)
+        row = (ROWS if added else {}) | {token: known[token] for token in {*ROWS, prefix, *added} & known.keys()}
+        if missing := sorted({"<pad>", "</s>", "<unk>", "X", *STANDARD, prefix, *added} - row.keys()):
+            files = f"{directory / 'tokenizer.json'} and added_tokens.json"
+            raise ValueError(f"{files} have no row of {', '.join(missing)}; download both, too")
+        if wrong := [token for token, number in row.items() if not 0 <= number < config.rows]:
+            raise ValueError(f"{wrong[0]} has row {row[wrong[0]]} of an embedding with {config.rows} rows")
+        return replace(config, token_rows=row)
+
+    def tracks_of(self, config: T5Config) -> tuple[Track, ...]:
+        return (LETTERS,) if VOCABULARIES[config.rows].title == "ProstT5" else ()
 
     def write_config(self, config: T5Config) -> dict[str, Any]:
         sizes = {key: getattr(config, ours) for ours, key in _KEYS.items()}
@@ -297,6 +341,7 @@ class T5Family(Family):
                 "relative_attention_num_buckets": config.buckets,
                 "use_cache": False,
             }
+            | ({"token_rows": config.token_rows or MADE_UP} if config.has_cls else {})
         )
 
 
