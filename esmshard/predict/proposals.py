@@ -236,6 +236,19 @@ def choose(
     return chosen
 
 
+def wells(count: int, columns: Collection[str]) -> dict[str, list[str]]:
+    """Return a column with the wells of 96-well plates for `count` rows, row by row. Its name is `well`, or `esmshard
+    well` if the user's `columns` have this name.
+
+    >>> wells(14, ["mutant"])["well"][10:], wells(98, ["well"])["esmshard well"][94:]
+    (['A11', 'A12', 'B1', 'B2'], ['1-H11', '1-H12', '2-A1', '2-A2'])
+    """
+    key, plate = "well", [f"{row}{number}" for row in "ABCDEFGH" for number in range(1, 13)]
+    while key in columns:
+        key = f"esmshard {key}"
+    return {key: [f"{n // 96 + 1}-" * (count > 96) + plate[n % 96] for n in range(count)]}
+
+
 def log_improvement(gain_N: npt.NDArray[np.float64], sd_N: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
     """Return the logarithm of the expectation of max(0, x), for x of N normal distributions with the given means and
     standard deviations. With logarithms, variants can be compared whose expected improvement is too small for a float

@@ -83,9 +83,10 @@ def rank(
     CSV file was made, and how far the ranking can be trusted.
 
     The first columns are the columns of `table`, or `mutant` and `measured`. If table and wild type are numbered
-    differently, there is also IN_WILD_TYPE or IN_TABLE. Then come the columns from `_columns`, and for a table
-    `not ranked because`. Rows that cannot be used are at the end, without ranks. If the wild type was measured, rows of
-    the wild type (`WT`, or a synonymous change) are not ranked, since their value is known.
+    differently, there is also IN_WILD_TYPE or IN_TABLE. Then come the columns from `_columns`, for a table
+    `not ranked because`, and for proposals `well` (`proposals.wells`). Rows that cannot be used are at the end, without
+    ranks. If the wild type was measured, rows of the wild type (`WT`, or a synonymous change) are not ranked, since
+    their value is known.
 
     Args:
         run: the directory of a run of task `variant`; see `models_of`.
@@ -210,6 +211,7 @@ def rank(
     new = {name: [*cells, *[""] * len(not_ranked)] for name, cells in new.items()}
     if table is not None:
         new[NOT_RANKED] = [rows.left_out.get(row, "") for row in places]
+    new |= {} if propose is None else proposals.wells(len(places), rows.columns)
     facts |= {"rows": len(places), "ranked": len(order), "notices": rows.notices}
     write_table(out, {name: [cells[row] for row in places] for name, cells in rows.columns.items()}, new, facts)
     messages.append(coverage)

@@ -142,8 +142,8 @@ def score_table(
     scored because`. With several models the score is the mean over the models, and the column `METHOD_sd` has the
     standard deviation. A row that cannot be scored, such as a stop codon, stays in the file and has an empty score.
 
-    With `propose`, the file has only the wild type and the chosen single substitutions: a first plate to measure, which
-    `finetune` reads after a column of measured values was added.
+    With `propose`, the file has only the wild type and the chosen single substitutions: a first plate to measure, with
+    a column `well` (`proposals.wells`), which `finetune` reads after a column of measured values was added.
 
     If the table has measured values, the message has Spearman's correlation with its interval, or the reason why the
     correlation is undefined. The file `OUT.json` records the method, the offset of the numbering, and notices.
@@ -213,8 +213,8 @@ def score_table(
     new = {column: _cells(rows, score_MN.mean(0))}
     if ensemble:
         new[f"{column}_sd"] = _cells(rows, score_MN.std(0, ddof=1))
-    if not propose:
-        new[NOT_SCORED] = [rows.left_out.get(row, "") for row in range(len(new[column]))]
+    reasons = {NOT_SCORED: [rows.left_out.get(row, "") for row in range(len(new[column]))]}
+    new |= proposals.wells(len(rows.rows), rows.columns) if propose else reasons
     message = None if measured is None else _agreement(rows, score_MN.mean(0), measured, value_N)
     facts |= {"model": model, "ensemble": list(ensemble), "device": str(chosen_device(device))}
     facts |= {"wild_type": str(wild_type), "table": None if table is None else str(table), "tracks": dict(tracks)}

@@ -12,6 +12,7 @@ import pytest
 from command import esmshard, in_process
 from scipy.stats import spearmanr
 
+from esmshard.data.variants import read_variants
 from esmshard.io.paths import shipped
 from esmshard.vocab import STANDARD
 
@@ -148,6 +149,13 @@ def test_a_batch_to_measure_next(made: tuple[Path, str, list[str]]) -> None:
     rows = table_of(directory / "next.csv")
     assert len({row["mutant"] for row in rows}) == 10
     assert not {row["mutant"] for row in rows} & set(made[2])
+    assert [row["well"] for row in rows] == [f"A{n}" for n in range(1, 11)]
+    text = (directory / "next.csv").read_text().splitlines()  # the laboratory adds values
+    (directory / "next.csv").write_text(
+        "\n".join([f"{text[0]},y", *(f"{line},{n}" for n, line in enumerate(text[1:]))])
+    )
+    again = read_variants(directory / "next.csv", wild_type=directory / "wt.fasta", targets=["y"])
+    assert again.names() == [row["mutant"] for row in rows]
     assert all(row["mutant in table"] == _shifted(row["mutant"]) for row in rows)
     assert json.loads((directory / "run" / "summary.json").read_text())["verdict"] in done.stderr
 

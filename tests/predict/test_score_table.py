@@ -168,7 +168,8 @@ def test_a_first_plate_is_proposed(directory: Path, model: ESM2) -> None:
     said, rows = run(directory, None, propose=6, sites="1,2,3,20", png=Path("plate.png"))
     assert said == "out.csv: the wild type and 6 of 76 single substitutions"
     names = [row["mutant"] for row in rows]
-    assert list(rows[0]) == ["mutant", "masked_marginals"], "the first column names the variant"
+    assert list(rows[0]) == ["mutant", "masked_marginals", "well"], "the first column names the variant"
+    assert [row["well"] for row in rows] == [f"A{n}" for n in range(1, 8)]
     assert names[0] == "WT", "the next plate is aligned by it"
     assert len({*names}) == 7
     assert {int(name[1:-1]) for name in names[1:]} <= {1, 2, 3, 20}

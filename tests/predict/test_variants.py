@@ -351,6 +351,7 @@ def test_proposals_were_not_measured_and_stay_at_varied_sites(runs: Path, capsys
     assert (told["proposed"]["count"], told["verdict"]) == (5, "It was worse than chance.")
     assert "trust these proposals: It was worse than chance." in capsys.readouterr().err
     rows, told = ranked(runs / "library", propose=20, sites="1,2")
+    assert [rows[n]["well"] for n in (0, 11, 12, 19)] == ["A1", "A12", "B1", "B8"]
     assert {int(row["mutant"][1:-1]) for row in rows} == set(told["proposed"]["sites"]) == {1, 2}
     rows, told = ranked(runs / "library", propose=12, sites="5,7", all_singles=False)
     measured = [parse_variant(row["variant"]) for row in read_csv(runs / "library" / "variants.csv")]
@@ -407,7 +408,9 @@ def test_proposals_of_a_table_keep_their_ranks(runs: Path) -> None:
         + "".join(f"x,y,{name},0,2.5\n" for name in NAMES[:18])
     )
     names = [*NAMES[12:], *NAMES[12:], "WT"]
-    rows, _ = ranked(runs / "lower", table(names), propose=6, kappa=0, diversity=0, sites="all")
+    text = table(names).replace("note", "well")  # the user's column keeps its name
+    rows, _ = ranked(runs / "lower", text, propose=6, kappa=0, diversity=0, sites="all")
+    assert [(row["well"][:4], row["esmshard well"]) for row in rows] == [("of, ", f"A{n}") for n in range(1, 7)]
     mean_N = by_hand(runs / "lower", NAMES[18:]).mean(0)[:, 0]
     assert [row["mutant"] for row in rows] == [NAMES[18:][n] for n in np.argsort(mean_N)]
     ranks = {int(row["rank"]) for row in ranked(runs / "lower", table(names))[0] if row["mutant"] in NAMES[18:]}
