@@ -83,6 +83,8 @@ class WildType(NamedTuple):
     """The index of the first residue of each chain but the first."""
     first: int = 0
     """The position of the first residue in the whole protein."""
+    name: str = ""
+    """The name in the file of the wild type, if it has one."""
 
     def mutated(self, mutations: tuple[Mutation, ...]) -> str:
         """Return the sequence of a variant, with `:` between chains. `mutations` have positions in the whole protein.
@@ -106,7 +108,7 @@ def wild_type_of(sequence: str) -> WildType:
     """Return the wild type with a sequence in which `:` is between chains.
 
     >>> wild_type_of("MK:V")
-    WildType(residues='MKV', breaks=(2,), first=0)
+    WildType(residues='MKV', breaks=(2,), first=0, name='')
     """
     *before, _ = itertools.accumulate(map(len, sequence.split(BETWEEN)))
     return WildType(sequence.replace(BETWEEN, ""), tuple(before))

@@ -69,10 +69,12 @@ def read_plates(
     for start, plate in zip(starts, plates, strict=False):
         joint.variants |= {start + row: variant for row, variant in plate.variants.items()}
         joint.left_out |= {start + row: reason for row, reason in plate.left_out.items()}
+        for group, rows in plate.left_out_groups.items():
+            joint.left_out_groups.setdefault(group, []).extend(start + row for row in rows)
         joint.notices += plate.notices
     joint.target_names, joint.offset = first.target_names, first.offset
     joint.target_RT = np.concatenate([plate.target_RT for plate in plates])
-    return replace(joint.merged(replicates), alignment=facts)
+    return replace(joint.merged(replicates), readings=[plate.facts for plate in plates], alignment=facts)
 
 
 def _align(plates: Sequence[Reading], log: bool) -> list[dict[str, Any]]:

@@ -82,6 +82,10 @@ class Variants:
     """The number that was added to each position in the table."""
     left_out: dict[int, str]
     """The reason for each left-out row, by the row index in `table`."""
+    left_out_groups: dict[str, list[int]]
+    """The left-out rows of each kind of reason, such as `with a stop codon`."""
+    readings: list[dict[str, Any]]
+    """How each table was read: `file`, `kind` (`mutations` or `sequences`), their `column`, and `offset`."""
     alignment: list[dict[str, Any]] = field(default_factory=list)
     """How the values of several tables were aligned; see `plates.read_plates`."""
 
@@ -213,6 +217,7 @@ class Reading:
     notices: list[str]
     indels: bool = False
     left_out: dict[int, str] = field(default_factory=dict)
+    left_out_groups: dict[str, list[int]] = field(default_factory=dict)
     variants: dict[int, tuple[Mutation, ...]] = field(default_factory=dict)
     """The mutations of each row that is not left out."""
     target_names: tuple[str, ...] = ()
@@ -220,6 +225,8 @@ class Reading:
     """The values of T targets in each row of the table."""
     offset: int = 0
     """The number that was added to each position in the table."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """How the table was read; see `Variants.readings`."""
 
     @property
     def max_unusable(self) -> float:
@@ -241,6 +248,7 @@ class Reading:
             self.notices.append(f"{self.table.path}: left out {count} {what}: {self.reasons(reason_of)}")
         else:
             self.note(list(reason_of), what, "left out")
+        self.left_out_groups |= {what: list(reason_of)} if reason_of else {}
         self.left_out.update(reason_of)
         self.variants = {row: variant for row, variant in self.variants.items() if row not in reason_of}
 
@@ -280,6 +288,8 @@ class Reading:
         """Parse the mutations or sequences in `column`, except in left-out rows. Rows without a valid variant are left
         out too. If their share is above `max_unusable`, `InputError` names the first three.
         """
+        kind = "sequences" if has_sequences else "mutations"
+        self.facts = {"file": self.table.path.name, "kind": kind, "column": column, "offset": 0}
         rows = [row for row in range(len(self.table)) if row not in self.left_out]
         cells, refused, changes_length = self.table.column(column), dict[int, str](), False
         for row in rows:
@@ -361,7 +371,7 @@ class Reading:
         for row, variant in self.variants.items():
             known = (m if m.wild else m._replace(wild=residue(self.proteins[row], m)) for m in variant)
             self.variants[row] = renumbered(tuple(known), shift)
-        self.offset = shift
+        self.offset = self.facts["offset"] = shift
 
     def remove(self, test: Callable[[Mutation], bool], what: str) -> None:
         """Leave out (or refuse, if `unusable` is `error`) the rows that have a mutation for which `test` is true."""
@@ -403,6 +413,8 @@ class Reading:
             notices=self.notices,
             offset=self.offset,
             left_out=self.left_out,
+            left_out_groups=self.left_out_groups,
+            readings=[self.facts],
         )
 
 
@@ -448,7 +460,8 @@ def _of_fasta(fasta: Path, notices: list[str], names: Collection[str] = ("",)) -
     if suspicion := nucleotides(residues, "1 record" if len(records) == 1 else f"{len(records):,} records"):
         raise InputError(f"{fasta}: {suspicion}; give the protein that it codes for")
     notices.extend(f"{fasta}: {notice}" for notice in edits.notices())
-    return {"" if "" in names else record.id: wild_type_of(record.sequence) for record in records}
+    each = {record.id: wild_type_of(record.sequence)._replace(name=record.id) for record in records}
+    return {"": next(iter(each.values()))} if "" in names else each
 
 
 def wild_types_of_table(
@@ -478,7 +491,7 @@ def wild_types_of_table(
             sequence = table.columns["target_seq"][row_of[name]].upper()
             if not sequence or set(sequence) - set(RESIDUES):
                 raise InputError(f"{table.where(row_of[name])}: 'target_seq' is no sequence of residues; {fix}")
-            wild_types[name] = WildType(sequence)
+            wild_types[name] = WildType(sequence, name=ids[row_of[name]])
         if "" in wild_types:
             notices.append(f"{path}: the wild type is 'target_seq' of {ids[row_of['']]} ({table.at(row_of[''])})")
         return wild_types

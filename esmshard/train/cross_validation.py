@@ -26,6 +26,7 @@ from esmshard.data.splits.variant_records import (
     divide,
     lacking,
     shares_positions,
+    table_facts,
     table_of,
 )
 from esmshard.errors import UsageError
@@ -322,7 +323,7 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
         "folds": count_folds(data) if data.folds else None,
         "recipe": recipe.model_dump(mode="json"),
         "recipe_yaml": recipe_file.dump(recipe),
-        "table": _table(data),
+        "table": table_facts(data),
         "joint": joint,
         "verdict": text,
     }
@@ -363,22 +364,6 @@ def conclude(recipe: Recipe, runs: Sequence[Repeat], curve: Sequence[Repeat] = (
     if curve:
         _write_curve(out / CURVE, [_Predictions(run.out) for run in [*curve, runs[0]]], protein_N is not None)
     return f"{_as_text(metric, joint['best'], [intervals, gains, recall, chosen], each)}\n{text}"
-
-
-def _table(data: DataSettings) -> dict[str, Any]:
-    variants = table_of(data)
-    fold_N, left_out = divide(data)
-    return {
-        "path": str(variants.table.path),
-        "rows": len(variants.table),
-        "rows_left_out": len(variants.left_out),
-        "variants": len(variants),
-        "variants_averaged": sum(len(rows) > 1 for rows in variants.rows),
-        "variants_in_no_set": int((fold_N == LEFT_OUT).sum()),
-        "offset": variants.offset,
-        "alignment": variants.alignment,
-        "notices": [*variants.notices, *left_out],
-    }
 
 
 class _Predictions:

@@ -15,6 +15,7 @@ from esmshard.data.batching.packing import StepPlan
 from esmshard.data.mutations import parse_name
 from esmshard.data.splits.leakage import ComparedRecords, check, pair_notices, variant_notices
 from esmshard.data.splits.recipe_splits import in_tokens, joined, open_split
+from esmshard.data.splits.variant_records import table_facts, table_text
 from esmshard.errors import InputError, UsageError
 from esmshard.io.store import linker_of
 from esmshard.io.tables import counted
@@ -153,11 +154,13 @@ def describe(job: RunInputs, processes: int) -> str:
     per_epoch = StepPlan(job.train.tokens, recipe.batch.global_tokens, recipe.train.seed).steps_per_epoch
     layout = f"{processes} processes, {recipe.parallel.strategy}" if processes > 1 else "1 process, not sharded"
     splits = ", ".join(f"{s.name} {len(s)}" for s in (job.train, job.valid, job.test))
+    of_table = table_text(table_facts(recipe.data)) if recipe.task.reads_table else []
     return "\n".join(
         [
             f"task      {recipe.task.name}",
             f"model     {recipe.model.name}: {config.n_layers} layers, dim {config.dim}, {config.n_heads} heads, "
             f"{family_registry.n_parameters(config):,} parameters ({job.weights.source})",
+            *of_table,
             f"records   {splits}",
             f"step      about {total / per_epoch:,.0f} tokens in {len(job.train) / per_epoch:.0f} records, {layout}",
             f"training  {job.steps} steps, {job.steps / per_epoch:.1f} epochs",

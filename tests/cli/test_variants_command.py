@@ -88,6 +88,7 @@ def test_what_a_run_leaves(made: tuple[Path, str, list[str]]) -> None:
     table = summary["table"]
     assert (table["offset"], table["rows"], table["rows_left_out"]) == (-SHIFT, 158, 5)
     assert table["variants_in_no_set"] == table["variants"] - summary["joint"]["variants"] > 0
+    assert [sentence.partition(" (")[0] for sentence in table["left_out"]][-1] == "1 row with a synonymous change"
     told = " ".join(table["notices"])
     for what in ("when shifted by -23, which was done", "with a stop codon", "averaged 2 variants"):
         assert what in told
@@ -126,6 +127,22 @@ def test_what_a_run_leaves(made: tuple[Path, str, list[str]]) -> None:
     curve = json.loads((run / "learning_curve.json").read_text())
     assert [point["variants"] for point in curve["points"]] == sorted({p["variants"] for p in curve["points"]})
     assert len(curve["points"]) == 3
+
+
+def test_a_dry_run_tells_how_the_tables_are_read(made: tuple[Path, str, list[str]]) -> None:
+    given = ("data.table=[messy.csv, r2.csv]", "data.wild_type=wt.fasta", "data.target=[score]", "out=none")
+    (made[0] / "r2.csv").write_text("mutant,score,well\nWT,3,A1\nS1A,2,A2\nS1*,1,A3\n")
+    done = in_process("finetune", "variants", *given, *SMALL, "--dry-run", cwd=made[0])
+    assert done.returncode == 0, done.stderr
+    lines = [(line[:10].rstrip(), line[10:]) for line in done.stdout.splitlines()]
+    text = {label: [content for other, content in lines if other == label] for label, _ in lines}
+    assert text["table"][0].endswith("161 rows, 6 left out")
+    assert any(content.startswith("2 rows with a stop codon (messy.csv line ") for content in text["left out"])
+    assert [content[:15] for content in text["numbering"]] == ["messy.csv: -23 ", "r2.csv: nothing"]
+    assert text["columns"][1] == "r2.csv: mutations in 'mutant', values in 'score'"
+    assert text["wild type"] == ["3CS1_A, 192 residues, 1 chain"]
+    assert text["aligned"][0].endswith(" 1")
+    assert not (made[0] / "none").exists()
 
 
 def test_the_ranked_list(made: tuple[Path, str, list[str]]) -> None:

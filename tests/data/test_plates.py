@@ -49,6 +49,8 @@ def test_later_tables_are_shifted_by_the_median_of_shared_variants() -> None:
     assert any(notice.startswith("r2.csv: values of 'score' were shifted by -10") for notice in variants.notices)
     assert variants.table.columns["plate"] == ["r1.csv"] * 5 + ["r2.csv"] * 8 + ["r3.csv"] * 2
     assert variants.left_out == {12: "a stop codon"}
+    assert variants.left_out_groups == {"with a stop codon": [12]}
+    assert [reading["file"] for reading in variants.readings] == ["r1.csv", "r2.csv", "r3.csv"]
     assert (variants.table.where(12), variants.table.at(13)) == ("r2.csv:9", "r3.csv line 2")
     assert values(read(one, two, align="none"))["K2A"] == 7
     with pytest.raises(InputError, match=r"r2\.csv line 3"):

@@ -17,6 +17,9 @@ from esmshard.data.splits.variant_records import (
     divide,
     open_variants,
     shares_positions,
+    table_facts,
+    table_of,
+    table_text,
     wild_type_places,
 )
 from esmshard.errors import InputError, UsageError
@@ -231,6 +234,33 @@ def test_notices_stand_on_the_training_set_only(table: Table) -> None:
     assert f"averaged 1 variant in several rows: '{SINGLES[0]}'" in said
     assert "that change positions of several sets" in said
     assert found["valid"].notices == found["test"].notices == []
+
+
+def test_how_a_table_was_read_and_divided(table: Table) -> None:
+    shifted = [":".join(f"{m.wild}{m.position + 11}{m.mutant}" for m in parse_variant(name)) or "WT" for name in NAMES]
+    table.write([*shifted, "A14*", "M11*", shifted[1], "K12A"], other=["", *"1" * (len(NAMES) + 3)])
+    both = {"target": ["score", "other"], "mutant": "mutant"}
+    facts = table_facts(table.recipe(**both).data)
+    assert facts["left_out"] == [f"2 rows with a stop codon (line {len(NAMES) + 2}, line {len(NAMES) + 3})"]
+    assert facts["readings"] == [{"file": "v.csv", "kind": "mutations", "column": "mutant", "offset": -10}]
+    assert facts["wild_types"] == [{"name": "wt", "residues": 24, "chains": 1}]
+    assert facts["changes"] == {"none": 1, "one": len(SINGLES), "several": 13}
+    assert (facts["positions"], facts["variants_averaged"]) == (24, 2)
+    average = (2 + len(NAMES) + 3) / 2  # of the rows of the first single mutant
+    assert facts["values"]["score"] == {"lowest": 1, "highest": len(NAMES), "variants": len(NAMES)}
+    assert table_of(table.recipe(**both).data).target_NT[1, 0] == average
+    assert facts["values"]["other"]["variants"] == len(NAMES) - 1
+    fold_N = divide(table.recipe(**both).data)[0]
+    assert facts["variants_of_each"] == [int((fold_N == fold).sum()) for fold in range(5)]
+    assert sum(facts["variants_of_each"]) + facts["variants_in_no_set"] == len(NAMES)
+    lines = dict(line.split(maxsplit=1) for line in table_text(facts))
+    assert {line[9] for line in table_text(facts)} == {" "}
+    assert "-10" in lines["numbering"]
+    assert "data.offset" not in lines["numbering"]
+    assert "data.offset" in "\n".join(table_text(table_facts(table.recipe(**both, offset=-10).data)))
+    changed = table_facts(table.recipe(**both, split="mutations").data)
+    assert changed["variants_of_each"][2] == 13
+    assert divide(table.recipe(**both).data)[0] is divide(table.recipe(**both, folds=5).data)[0], "computed once"
 
 
 def test_the_logarithm_of_nothing_is_refused(table: Table) -> None:

@@ -251,7 +251,12 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     """Return the fold of each variant (its set if `data.split` is `mutations` or `given`), int64 [N], and notices. If
     `data.folds` is a column of the table, this column has the folds. The result does not depend on the random seed.
     """
-    variants = table_of(data)
+    update = {"folds": data.folds or FOLDS, "fold": None, "train_share": None, "tracks": None}
+    return _divide(table_of(data), data.model_copy(update=update))
+
+
+@functools.lru_cache(maxsize=2)  # by identity; `divide` is called for each set of each fold
+def _divide(variants: Variants, data: DataSettings) -> tuple[Numbers, list[str]]:
     path, names, given = variants.table.path, variants.names(), data.split == "given"
     column = data.folds if isinstance(data.folds, str) else None
     if given:
@@ -281,7 +286,6 @@ def divide(data: DataSettings) -> tuple[Numbers, list[str]]:
     return number_N, notices + left_out(path, names, number_N, lacking(data))
 
 
-@functools.lru_cache(maxsize=2)  # by identity; `divide` is called for each set of each fold
 def _similar_proteins(variants: Variants, file: str | None) -> dict[str, str]:
     """Return the cluster of each protein: the cluster in a file of MMseqs2, or that of `align_clusters`."""
     proteins = list(variants.wild_types)
@@ -291,6 +295,72 @@ def _similar_proteins(variants: Variants, file: str | None) -> dict[str, str]:
         residues = [np.frombuffer(encode_residues(each.residues), np.uint8) for each in variants.wild_types.values()]
         names = align_clusters(ComparedRecords(len(proteins), residues.__getitem__, proteins.__getitem__)).names
     return dict(zip(proteins, names, strict=True))
+
+
+def table_facts(data: DataSettings) -> dict[str, Any]:
+    """Return how the table of a recipe was read and divided, for `summary.json` and for `table_text`."""
+    variants = table_of(data)
+    number_N, notices = divide(data)
+    none, single, several = (sum(min(len(each), 2) == k for each in variants.mutations) for k in range(3))
+    places = zip(variants.proteins, variants.positions(), strict=True)
+    groups = variants.left_out_groups.items()
+    return {
+        "path": str(variants.table.path),
+        "rows": len(variants.table),
+        "rows_left_out": len(variants.left_out),
+        "left_out": [
+            f"{counted(len(rows), 'row')} {why} ({first_three(rows, variants.table.at)})" for why, rows in groups
+        ],
+        "readings": variants.readings,
+        "proteins": data.protein,
+        "wild_types": [
+            {"name": each.name, "residues": len(each.residues), "chains": len(each.breaks) + 1}
+            for each in variants.wild_types.values()
+        ],
+        "variants": len(variants),
+        "changes": {"none": none, "one": single, "several": several},
+        "positions": len({(protein, place) for protein, changed in places for place in changed}),
+        "variants_averaged": sum(len(rows) > 1 for rows in variants.rows),
+        "values": {
+            name: {"lowest": np.nanmin(y_N), "highest": np.nanmax(y_N), "variants": int((~np.isnan(y_N)).sum())}
+            for name, y_N in zip(variants.target_names, variants.target_NT.T, strict=True)
+        },
+        "offset": variants.offset,
+        "offset_given": data.offset not in (None, "auto"),
+        "alignment": variants.alignment,
+        "split": f"column {shown(data.folds)}" if isinstance(data.folds, str) else data.split,
+        "variants_of_each": np.bincount(number_N[number_N != LEFT_OUT]).tolist(),
+        "variants_in_no_set": int((number_N == LEFT_OUT).sum()),
+        "notices": [*variants.notices, *notices],
+    }
+
+
+def table_text(facts: Mapping[str, Any]) -> list[str]:
+    """Return lines for the user about the result of `table_facts`. The content of each line begins at column 11."""
+    lines = [f"table     {facts['path']}: {counted(facts['rows'], 'row')}, {facts['rows_left_out']:,} left out"]
+    lines += [f"left out  {sentence}" for sentence in facts["left_out"]]
+    how = "given in data.offset" if facts["offset_given"] else "found by comparison with the wild type"
+    for reading in facts["readings"]:
+        where = f"{reading['file']}: " if len(facts["readings"]) > 1 else ""
+        columns = f"{reading['kind']} in {shown(reading['column'])}, values in {', '.join(map(shown, facts['values']))}"
+        number = f"{reading['offset']:+d} ({how})" if reading["offset"] else "nothing"
+        lines += [f"columns   {where}{columns}", f"numbering {where}{number} is added to the positions"]
+    (name, length, chains), column = facts["wild_types"][0].values(), facts["proteins"]
+    protein = f"wild type {f'{name}, ' if name else ''}{counted(length, 'residue')}, {counted(chains, 'chain')}"
+    lines.append(f"proteins  {len(facts['wild_types']):,}, named in {shown(column)}" if column else protein)
+    kinds = "{none:,} without a change, {one:,} with one, {several:,} with several".format(**facts["changes"])
+    averaged = f"{facts['variants_averaged']:,} averaged over several rows"
+    lines.append(f"variants  {facts['variants']:,}: {kinds}; {facts['positions']:,} changed positions; {averaged}")
+    for name, part in facts["values"].items():
+        interval = "{lowest:.4g} to {highest:.4g}, of {variants:,} variants".format(**part)
+        lines.append(f"values    {shown(name)}: {interval}")
+    for part in facts["alignment"]:
+        how = f"multiplied by {part['factor']:.4g}" if "factor" in part else f"shifted by {part['shift']:+.4g}"
+        lines.append(f"aligned   {part['table']}: {shown(part['target'])} {how}, shared variants: {part['shared']:,}")
+    kind = "sets" if facts["split"] in ("mutations", "given") else "folds"
+    how = "as given" if facts["split"] == "given" else f"by {facts['split']}"
+    sizes = ", ".join(f"{size:,}" for size in facts["variants_of_each"])
+    return [*lines, f"{kind:10}{how}: {sizes} variants; {facts['variants_in_no_set']:,} left out"]
 
 
 def lacking(data: DataSettings) -> str | None:
