@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 TESTS := PYTHONDONTWRITEBYTECODE= $(BIN)/pytest
 READY := $(VENV)/.ready
 
-.PHONY: finetune gpu test check quick newest suite nightly lint static docs format clean lock sbom audit gpu-wheels
+.PHONY: finetune gpu test check quick newest suite nightly browser lint static docs format clean lock sbom audit gpu-wheels
 
 finetune: $(READY)
 	$(BIN)/esmshard finetune recipes/contact.yaml out=$(RUN) --nproc $(NPROC) --resume auto $(ARGUMENTS)
@@ -41,6 +41,12 @@ suite: $(READY)
 # The tests that take too long for `make test`: long drills, the tutorials, the notebook, and the rehearsal of `make gpu`.
 nightly: $(READY)
 	$(TESTS) -n 2 --dist loadfile -m "slow and not gpu"
+
+# The page of `esmshard app` in the system's Chromium, which is installed if it is missing (Debian, as root).
+browser: $(READY)
+	command -v chromium || (apt-get update && apt-get install --yes --no-install-recommends chromium)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check playwright
+	$(TESTS) -m browser tests/app
 
 static: $(READY)
 	$(BIN)/ruff check .

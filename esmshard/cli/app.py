@@ -30,6 +30,7 @@ COMMANDS: dict[str, tuple[Command, ...]] = {
     "Data": (data.ingest, data.split, data.track),
     "Model files": (models.consolidate, models.download, models.push),
     "Clusters": (cluster.launch, cluster.doctor),
+    "Browser": (cluster.app,),
 }
 """The command functions under each heading of `--help`. Each command has the name of its function."""
 COPIED = {
@@ -139,6 +140,8 @@ esmshard launch my.yaml --target slurm --nodes 2 --gpus-per-node 4 --dry-run
 esmshard launch embed --target slurm --array 16 -- runs/mine/model uniref50.store -o emb
 esmshard doctor
 esmshard doctor my.yaml --nproc 8
+esmshard app
+esmshard app pages --port 8060
 """
 """The examples of all commands. The help of a command ends with its examples."""
 

@@ -1,4 +1,4 @@
-"""The commands for clusters: `launch` submits jobs to a scheduler, and `doctor` checks machines."""
+"""The commands about machines: `launch` submits jobs to a scheduler, `doctor` checks machines, `app` serves a page."""
 
 import os
 import sys
@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 from typer import Argument, Context, Option
 
 from esmshard.cli.options import AsJson, Overrides, Overwrite, recipes
+from esmshard.errors import UsageError
+from esmshard.progress import say
 
 
 def launch(
@@ -96,3 +98,27 @@ def doctor(
         os.environ.update(launch.variables())
     if code := checks.run(recipe, overrides or (), nproc, out, as_json):
         raise SystemExit(code)
+
+
+def app(
+    directory: Annotated[Path, Argument(help="The directory for the files of the page.")] = Path(),
+    host: Annotated[str, Option(help="The address to listen on. Other machines than this one need --password.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, Option(min=0, max=65_535, help="The port to listen on; 0 for any that is free.")] = 8050,
+    password: Annotated[
+        str | None, Option(envvar="ESMSHARD_PASSWORD", help="A password, in place of the token in the address.")
+    ] = None,
+    limit: Annotated[float, Option(min=0.001, metavar="GB", help="The largest upload.")] = 2.0,
+) -> None:
+    """Serve a page for a browser: rank variants, predict contacts and labels, embed, score and plan."""
+    try:
+        from esmshard.app.server import serve
+    except ImportError as error:
+        raise UsageError(f"esmshard app needs {error.name}; pip install 'esmshard[app]'") from None
+
+    def show(address: str) -> None:
+        print(address, flush=True)
+        say("open this address in a browser; Ctrl-C ends the page and stops the running job")
+
+    serve(directory, host, port, password, int(limit * 1e9), show)

@@ -8,13 +8,7 @@ from typing import Annotated, Any
 from typer import Argument, Context, Option
 
 from esmshard.io.paths import shipped
-
-RELEASED = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_650M_UR50D esm2_t36_3B_UR50D
-    esm2_t48_15B_UR50D esm1b_t33_650M_UR50S esm1v_t33_650M_UR90S_1 esm1v_t33_650M_UR90S_2 esm1v_t33_650M_UR90S_3
-    esm1v_t33_650M_UR90S_4 esm1v_t33_650M_UR90S_5 esmc_300m esmc_600m esmc_6b esm3_sm_open_v1 amplify_120m amplify_350m
-    amplify_120m_base amplify_350m_base saprot_35m_af2 saprot_650m_af2 saprot_650m_pdb prot_bert prot_bert_bfd igbert
-    igbert_unpaired dplm_150m dplm_650m dplm_3b prot_t5_xl prost_t5 ankh_base ankh_large"""
-"""The names of released models. `FAMILIES` has the same names, but importing it takes seconds (torch)."""
+from esmshard.model.config import RELEASED_NAMES
 
 
 def recipes(ctx: Context, incomplete: str) -> list[str]:
@@ -29,7 +23,7 @@ def recipes(ctx: Context, incomplete: str) -> list[str]:
 
 def models(ctx: Context) -> list[str]:
     """Return the names of released models and, except for the command `download`, of the shipped models."""
-    return [*([] if ctx.info_name == "download" else ["starter", "demo"]), *RELEASED.split()]
+    return [*([] if ctx.info_name == "download" else ["starter", "demo"]), *RELEASED_NAMES.split()]
 
 
 def recipe_keys(ctx: Context) -> list[str]:

@@ -17,6 +17,15 @@ SHIPPED = {
 """The small trained models in the directories `data/NAME`, and a description of their training for messages."""
 
 
+RELEASED_NAMES = """esm2_t6_8M_UR50D esm2_t12_35M_UR50D esm2_t30_150M_UR50D esm2_t33_650M_UR50D esm2_t36_3B_UR50D
+    esm2_t48_15B_UR50D
+    esm1b_t33_650M_UR50S esm1v_t33_650M_UR90S_1 esm1v_t33_650M_UR90S_2 esm1v_t33_650M_UR90S_3 esm1v_t33_650M_UR90S_4
+    esm1v_t33_650M_UR90S_5 esmc_300m esmc_600m esmc_6b esm3_sm_open_v1 amplify_120m amplify_350m amplify_120m_base
+    amplify_350m_base saprot_35m_af2 saprot_650m_af2 saprot_650m_pdb prot_bert prot_bert_bfd igbert igbert_unpaired
+    dplm_150m dplm_650m dplm_3b prot_t5_xl prost_t5 ankh_base ankh_large ankh3_large"""
+"""The names of released models. `family_registry.RELEASED` has the same names, but its import takes seconds (torch)."""
+
+
 @dataclass(frozen=True)
 class Matrix:
     """A linear layer in a transformer block. A LoRA can adapt this layer."""

@@ -15,11 +15,12 @@ import pytest
 from command import in_process
 
 from esmshard import progress
-from esmshard.cli import data, infer, models, options
+from esmshard.cli import data, infer, models
 from esmshard.data.splits.split_files import OF_SEQUENCES, OF_VARIANTS
 from esmshard.embed.compute import Embedder
 from esmshard.io.array_formats import FORMATS
 from esmshard.io.paths import shipped
+from esmshard.model.config import RELEASED_NAMES
 from esmshard.model.families.family_registry import FAMILIES, RELEASED
 from esmshard.predict import zero_shot
 from esmshard.train import loop
@@ -126,7 +127,7 @@ def test_the_shell_completes_recipes_keys_and_models_without_torch(tmp_path: Pat
     command = [sys.executable, "-c", COMPLETE, *TYPED]
     shown = subprocess.run(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout
     assert [set(words.split()) for words in shown.split("end\n")[:-1]] == [*TYPED.values()]
-    assert {*options.RELEASED.split()} == {*RELEASED}
+    assert {*RELEASED_NAMES.split()} == {*RELEASED}
 
 
 def test_choices_are_those_of_the_registries() -> None:

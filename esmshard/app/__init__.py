@@ -1,0 +1,1 @@
+"""A local page in the browser: each of its jobs is a command of esmshard, which the page shows."""
