@@ -8,7 +8,6 @@ from typing import Annotated, Any
 from typer import Argument, Context, Option
 
 from esmshard.io.paths import shipped
-from esmshard.model.config import RELEASED_NAMES
 
 
 def recipes(ctx: Context, incomplete: str) -> list[str]:
@@ -23,6 +22,8 @@ def recipes(ctx: Context, incomplete: str) -> list[str]:
 
 def models(ctx: Context) -> list[str]:
     """Return the names of released models and, except for the command `download`, of the shipped models."""
+    from esmshard.model.config import RELEASED_NAMES
+
     return [*([] if ctx.info_name == "download" else ["starter", "demo"]), *RELEASED_NAMES.split()]
 
 

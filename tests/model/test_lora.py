@@ -98,7 +98,7 @@ def test_peft_computes_what_we_compute(
     assert load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys() <= known
     rows_1T = model.rows(batch)[None] if size in ("saprot_nano", "bert_nano") else batch.tokens_T[None]  # type: ignore[operator]
     if size == "t5_nano":  # which has no <cls>
-        rows_1T, mine = torch.tensor(model.config.row_of_token)[rows_1T[:, 1:]], [x_TD[1:] for x_TD in mine]  # type: ignore[attr-defined]
+        rows_1T, mine = torch.tensor(model.config.rows_in_order)[rows_1T[:, 1:]], [x_TD[1:] for x_TD in mine]  # type: ignore[attr-defined]
     with torch.no_grad():
         found = theirs(input_ids=rows_1T, attention_mask=torch.ones_like(rows_1T), output_hidden_states=True)
     assert (found.hidden_states[-1][0] - mine[-2]).abs().max() < 1e-5
