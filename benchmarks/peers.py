@@ -115,7 +115,7 @@ def _t5_of_transformers(config: ModelConfig, state: dict[str, torch.Tensor]) -> 
 
     model = T5EncoderModel(T5Config(**t5.FAMILY.write_config(config)))
     model.load_state_dict({t5.FAMILY.key(key): value for key, value in state.items()}, strict=False)
-    model.rows = torch.tensor(config.row_of_token)
+    model.rows = torch.tensor(config.rows_in_order)
     return model
 
 
