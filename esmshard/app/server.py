@@ -91,10 +91,10 @@ class Guard:
             return page("message", 403, title="Not open", text="open the address that `esmshard app` has printed")
         if self.password is not None:
             if request.method != "POST" or request.url.path != "/login":
-                return page("login", 403, title="esmshard", wrong=False)
+                return page("message", 403, title="esmshard", text="", password=True)
             if not self._is(str((await request.form(max_files=0)).get("password", "")), self.password):
                 await asyncio.sleep(1)  # makes guessing slow
-                return page("login", 401, title="esmshard", wrong=True)
+                return page("message", 401, title="esmshard", text="the password is wrong", password=True)
         response = RedirectResponse("/" if request.method == "POST" else request.url.path, 303)
         for name, value in zip(self.cookies, (self.token, secrets.token_hex(16)), strict=True):
             if name not in request.cookies or value == self.token:
@@ -118,7 +118,8 @@ _TEMPLATES.filters["size"] = size_text
 
 def page(template: str, status: int = 200, **values: Any) -> HTMLResponse:
     """Return a page as response."""
-    text = _TEMPLATES.get_template(f"{template}.html.jinja").render(version=esmshard.__version__, **values)
+    values = {"version": esmshard.__version__, "password": False, **values}
+    text = _TEMPLATES.get_template(f"{template}.html.jinja").render(values)
     return HTMLResponse(text, status)
 
 

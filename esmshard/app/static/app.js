@@ -63,29 +63,17 @@ function showMaps(box) {
   usual();
 }
 
-// Large files: a bar shows the progress of the upload.
-function upload(event) {
-  const form = event.target, request = new XMLHttpRequest(), bar = form.querySelector("progress");
-  const files = [...form.querySelectorAll("input[type=file]")].flatMap((input) => [...input.files]);
-  const fits = files.reduce((sum, file) => sum + file.size, 0) < form.dataset.limit;
-  event.preventDefault();
+// A server that refuses a large file would only break the connection, so the browser refuses it.
+function check(event) {
+  const files = [...event.target.querySelectorAll("input[type=file]")].flatMap((input) => [...input.files]);
+  const fits = files.reduce((sum, file) => sum + file.size, 0) < event.target.dataset.limit;
   byId("too-large").hidden = fits;
-  if (!fits) return;
-  form.querySelector("button").disabled = true;
-  bar.hidden = false;
-  request.upload.onprogress = ({ loaded, total }) => { bar.value = loaded / total; };
-  request.onload = () => {
-    if (request.status < 400) return location.assign(request.responseURL);
-    document.open(); document.write(request.responseText); document.close();
-  };
-  request.onerror = () => { form.querySelector("button").disabled = false; bar.hidden = true; };
-  request.open("POST", form.action);
-  request.send(new FormData(form));
+  if (!fits) event.preventDefault();
 }
 
 const live = document.querySelector("[data-live]");
 if (live) follow(live);
-document.querySelector("form[data-limit]")?.addEventListener("submit", upload);
+document.querySelector("form[data-limit]")?.addEventListener("submit", check);
 document.querySelector("[data-copy]")?.addEventListener("click", ({ target }) => {
   navigator.clipboard.writeText(byId(target.dataset.copy).textContent);
   target.textContent = "Copied";
