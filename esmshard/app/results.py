@@ -14,6 +14,7 @@ from esmshard.app.jobs import Job
 from esmshard.data.labels.coordinates import MIN_SEPARATION
 from esmshard.data.structures.chains import is_structure_name, read_chains
 from esmshard.errors import InputError
+from esmshard.io.paths import read_json
 from esmshard.io.tables import read_table
 from esmshard.predict import pictures
 from esmshard.report import charts
@@ -35,11 +36,13 @@ MOST_PAIRS = 2_000
 
 
 def of(job: Job) -> dict[str, Any]:
-    """Return what the page shows of a job: `progress`, `figures` (source, text, whole width), `tables` (head, rows,
-    text), `residues` (proteins whose residues have colours), `maps` (record ids of contact maps, and whether there are
-    structures), `report` (whether there is one), and `problem` (a sentence about a picture that is not possible).
+    """Return what the page shows of a job: `progress`, `verdict` (of a run), `figures` (source, text, whole width),
+    `tables` (head, rows, text), `residues` (proteins whose residues have colours) and their `legend`, `maps` (records
+    of contact maps, and whether there are structures), `report` (whether there is one), and `problem` (a sentence about
+    a picture that is not possible).
     """
-    shown: dict[str, Any] = {"progress": "", "figures": [], "tables": [], "residues": [], "maps": None, "problem": ""}
+    shown: dict[str, Any] = {"figures": [], "tables": [], "residues": [], "legend": {}, "maps": None}
+    shown |= dict.fromkeys(("progress", "verdict", "problem"), "")
     shown["report"] = (job.directory / "run" / "report.html").is_file()
     if job.state == "running":
         steps = re.findall(r"^([a-z][\w ,]*? \d[\d,]*/\d[\d,]*.*)$", job.log, re.MULTILINE)
@@ -69,6 +72,7 @@ def of(job: Job) -> dict[str, Any]:
 
 def _rank(job: Job, shown: dict[str, Any]) -> None:
     rows = _rows(job.directory / "run" / "ranked.csv")
+    shown["verdict"] = read_json(job.directory / "run" / "summary.json")["verdict"]
     of_best = {row["mutant"]: _interval(row) for row in rows[:BEST]}
     text = (
         f"The {len(of_best)} best predicted substitutions. Lines are the limits of 90% of the errors on other folds, "
@@ -112,18 +116,21 @@ def _labels(job: Job, shown: dict[str, Any]) -> None:
     for row in _rows(job.directory / "predictions.csv"):
         of_protein.setdefault(row["id"], []).append(row)
     every = [row["prediction"] for rows in of_protein.values() for row in rows]
-    is_number = all(np.isfinite(number(value)) for value in every)
-    classes = [] if is_number else sorted(set(every))
-    low, high = np.percentile([number(value) for value in every], [2, 98]) if is_number else (0.0, 1.0)
-
-    def colour(row: Mapping[str, str]) -> str:
-        if classes:
-            return f"{charts.METHODS[classes.index(row['prediction']) % len(charts.METHODS)][0]}88"
-        share = np.clip((number(row["prediction"]) - low) / (high - low or 1), 0, 1)
-        return f"{charts.ORANGE}{int(255 * share):02x}"
-
+    if all(np.isfinite(number(value)) for value in every):
+        low, high = np.percentile([number(value) for value in every], [2, 98])
+        colours = {
+            x: f"{charts.ORANGE}{int(255 * np.clip((number(x) - low) / (high - low or 1), 0, 1)):02x}" for x in every
+        }
+        shown["legend"] = {f"{low:.3g} or less": f"{charts.ORANGE}00", f"{high:.3g} or more": f"{charts.ORANGE}ff"}
+    else:
+        names = sorted(set(every))
+        colours = {name: f"hsl({360 * n / len(names):.0f} 70% 55% / 0.5)" for n, name in enumerate(names)}
+        shown["legend"] = colours
     shown["residues"] = [
-        (name, [(row["residue"], colour(row), f"{row['position']}: {row['prediction']}") for row in rows])
+        (
+            name,
+            [(row["residue"], colours[row["prediction"]], f"{row['position']}: {row['prediction']}") for row in rows],
+        )
         for name, rows in list(of_protein.items())[:MOST_PROTEINS]
     ]
 
@@ -246,7 +253,7 @@ def contact_map(job: Job, record: str, threshold: float) -> bytes:
 
 def pairs(job: Job, record: str, threshold: float) -> dict[str, Any]:
     """Return the pairs of a record whose probability is at least the threshold, the highest first, and where the
-    record is in a structure file: residue numbers from 1, positions of CA in Angstrom, and the text of the file.
+    record is in a structure file: residue numbers from 1, positions of CA in Angstrom, and the file's address.
     """
     map_LL = _map(job, record)
     far_LL = np.triu(map_LL, MIN_SEPARATION)
@@ -258,7 +265,7 @@ def pairs(job: Job, record: str, threshold: float) -> dict[str, Any]:
         for chain in read_chains(path):
             if chain.id == record and len(chain.sequence) == len(map_LL):
                 ca_L3 = chain.backbone_L33[:, 1]
-                found["structure"] = f"data/{path.name}" if path.parent.name == "data" else path.name
+                found["structure"] = f"data/{path.name}"
     for i, j in zip(i_K[order_K].tolist(), j_K[order_K].tolist(), strict=True):
         pair: dict[str, Any] = {"i": i + 1, "j": j + 1, "p": round(float(map_LL[i, j]), 3)}
         if ca_L3 is not None and np.isfinite(ca_L3[[i, j]]).all():
@@ -276,7 +283,12 @@ def _map(job: Job, record: str) -> npt.NDArray[np.float32]:
 def _structures(job: Job) -> list[Path]:
     given = Path(job.directory.parents[1], job.values["data"])
     paths = sorted(given.iterdir()) if given.is_dir() else [given]
-    return [path for path in paths if is_structure_name(path.name)]
+    # 3Dmol.js reads no compressed files.
+    return [
+        path
+        for path in paths
+        if is_structure_name(path.name) and path.suffix.lower() not in (".gz", ".bz2", ".xz", ".zst")
+    ]
 
 
 def _csv(path: Path) -> list[list[str]]:
