@@ -21,7 +21,7 @@ from esmshard.errors import InputError, UsageError
 from esmshard.model import attention, weights
 from esmshard.model.contacts import predict_contacts
 from esmshard.model.families.family_registry import SIZES
-from esmshard.model.families.t5 import FAMILY, TOKENS_OF_T5
+from esmshard.model.families.t5 import FAMILY
 from esmshard.model.trunk import Trunk
 from esmshard.recipe import recipe_file
 from esmshard.tasks.finetuned import tracks_of
@@ -35,6 +35,8 @@ KINDS = {
     "ProstT5": {"vocab_size": 150, "feed_forward_proj": "relu"},
     "Ankh 3": {"vocab_size": 256, "feed_forward_proj": "gated-silu", "relative_attention_num_buckets": 64},
 }
+LETTERS = ["<pad>", "</s>", "<unk>", *"ALGVSREDTIPKFQNYMHWCXBOUZ"]
+"""The pieces of ProtT5's and Ankh's vocabularies, by row."""
 FOLD = {"<fold2AA>": 128, "<AA2fold>": 149} | {letter: 129 + n for n, letter in enumerate("acdefghiklmnpqrstvwy")}
 PIECES = ["<pad>", "</s>", "<unk>", "[NLU]", "▁", "[S2S]", *(f"▁{letter}" for letter in "CLAGSVERTIDPKNFQYHMWXOZUB")]
 
@@ -51,7 +53,7 @@ class Given(NamedTuple):
         before = {"ProstT5": [FOLD["<AA2fold>"]], "Ankh 3": [PIECES.index("[NLU]")]}.get(self.kind, [])
         if self.kind == "Ankh 3":
             return [*before, *(PIECES.index(f"▁{letter}") for letter in letters), 1]
-        return [*before, *(TOKENS_OF_T5.index(letter) for letter in letters), 1]
+        return [*before, *(LETTERS.index(letter) for letter in letters), 1]
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -116,7 +118,7 @@ def test_prost_t5_reads_structure_letters(given: Given, tmp_path: Path) -> None:
         letters = [
             FOLD["<fold2AA>"],
             *(FOLD[letter] for letter in "dvp"),
-            TOKENS_OF_T5.index("X"),
+            LETTERS.index("X"),
             FOLD["a"],
             FOLD["c"],
             1,

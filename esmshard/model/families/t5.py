@@ -28,7 +28,7 @@ from esmshard.model.trunk import Trunk, embedding
 from esmshard.model.weight_reader import tokenizer_rows
 from esmshard.vocab import CLS, RESIDUES, STANDARD, TOKENS, Track
 
-TOKENS_OF_T5 = ("<pad>", "</s>", "<unk>", *"ALGVSREDTIPKFQNYMHWCXBUZO")
+TOKENS_OF_T5 = ("<pad>", "</s>", "<unk>", *"ALGVSREDTIPKFQNYMHWCXBOUZ")
 """The first tokens of ProtT5, ProstT5 and Ankh, in the order of the embedding's rows (`spiece.model`, and Ankh's
 `tokenizer.json`). Sentinels such as `<extra_id_0>` follow; esmshard does not use them."""
 
