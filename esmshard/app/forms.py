@@ -68,8 +68,8 @@ class Kind:
             text = re.sub(r"{[^}]+}", lambda _: next(pieces), value)
             if word in choices:
                 return text.split()
-            # A value of a recipe key is YAML. As JSON, a text such as `1e5` or `a: b` stays a text.
-            if equals and not re.fullmatch(r"[a-zA-Z_][\w./-]{5,}", text):
+            # A value of a recipe key is YAML. As JSON, a text such as `1e5`, `no` or `a: b` stays a text.
+            if equals and not re.fullmatch(r"(?!(?i:null|true|false|yes|no|on|off)$)[a-zA-Z_][\w./-]*", text):
                 text = json.dumps(text, ensure_ascii=False)
             return [f"{key}={text}" if equals else text]
 

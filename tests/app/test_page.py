@@ -63,6 +63,8 @@ def test_answers_become_commands() -> None:
     split, finetune, predict = KINDS["labels"].words(values, "jobs/1")
     assert split == ["split", "jobs/1/data/x.csv", "-o", "jobs/1/sets", "--by", "cluster", "--overwrite"]
     assert finetune[:3] == ["finetune", "residue", "task.classes=null"]
+    assert "task.kind=number" in finetune
+    assert 'data.target="No"' in KINDS["labels"].words(values | {"target": "No"}, "jobs/1")[1]
     assert {'data.target="a: b"', "data.labels=jobs/1/data/x.csv", "out=jobs/1/run"} <= {*finetune}
     assert predict[0] == "predict"
     labels = KINDS["labels"].words(values | {"labels": "jobs/1/labels/y.csv"}, "jobs/1")[1]
