@@ -108,10 +108,9 @@ def test_what_is_written_is_read_by_transformers(given: Given, tmp_path: Path) -
         assert torch.equal(first.representations[3], second.representations[3])
 
 
-def test_prost_t5_reads_structure_letters(given: Given, tmp_path: Path) -> None:
+@pytest.mark.parametrize("given", ["ProstT5"], indirect=True)
+def test_prost_t5_reads_structure_letters(given: Given) -> None:
     """In place of the amino acids, unless no letter of the protein is known. `#` is read as X."""
-    if given.kind != "ProstT5":
-        pytest.skip("the other models have no structure letters")
     model, sequences = esmshard.load(str(given.directory), device="cpu"), ["MKTAYI", "MKT", "WYV"]
     found = model.embed(sequences, tracks={"3di": ["dvP#ac", None, "###"]}, pool="residue")
     with torch.no_grad():
