@@ -7,6 +7,7 @@ the session: a browser sees only the jobs that it made. All files are inside the
 import asyncio
 import hmac
 import ipaddress
+import os
 import re
 import secrets
 import shutil
@@ -384,7 +385,7 @@ def serve(
     try:
         listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
         raise UsageError(f"--port {port}: cannot be used on {host} ({reason}); pass another --port") from None
     (directory / "jobs").mkdir(exist_ok=True)
     # Uploads are written here first. A directory of the system may be in memory.
