@@ -205,7 +205,8 @@ def app(directory: Path, token: str, password: str | None, port: int, limit: int
 
         _TEMPLATES.filters["cell"] = cell  # for the macros of the report
         job = copy(job_of(request))  # Its state may change meanwhile.
-        files = [path for path in sorted(job.directory.rglob("*")) if _is_result(path.relative_to(job.directory))]
+        every = sorted(job.directory.rglob("*")) if job.state in ENDED else []  # A running job moves its files.
+        files = [path for path in every if _is_result(path.relative_to(job.directory))]
         known = [(path.relative_to(job.directory).as_posix(), path.stat().st_size) for path in files]
         shown = results.of(job) | {"output": _without_places(job, job.output), "files": known}
         return page("live", job=job, errors=errors_of(job), ended=job.state in ENDED, **shown)
