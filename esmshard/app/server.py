@@ -179,6 +179,7 @@ def app(directory: Path, token: str, password: str | None, port: int, limit: int
             job = jobs.copy(job)
         answers = await request.form(max_files=1000, max_fields=100, max_part_size=LONGEST_SEQUENCE)
         job = job or jobs.create(request.path_params["kind"], session)
+        job.state = "new"  # An earlier check does not hold for new answers.
         read = partial(read_answers, job, answers, lambda text, names: may_read(text, names, session))
         if errors := await run_in_threadpool(read):
             return _form(request, kind, job, errors, 422)

@@ -178,6 +178,8 @@ def test_a_table_is_checked_before_it_runs(client: TestClient, tmp_path: Path) -
     assert 'data-state="checked"' in text
     assert "22 rows, 0 left out" in text
     assert not (tmp_path / "jobs" / job / "run").exists()
+    assert client.post(f"/new/rank?job={job}", data=values | {"propose": "0"}).status_code == 422
+    assert ">Start<" not in client.get(f"/job/{job}/live").text  # The check does not hold for the new answers.
 
 
 def test_jobs_run_one_after_the_other_and_can_be_stopped(client: TestClient) -> None:
