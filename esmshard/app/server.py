@@ -187,7 +187,7 @@ def app(directory: Path, token: str, password: str | None, port: int, limit: int
         return RedirectResponse(f"/job/{job.id}", 303)
 
     def may_read(text: str, names: Collection[str], session: str) -> bool:
-        """Return whether a text is a name, or a path inside the page's directory that this session may read."""
+        """Return whether a text is a name, or a path inside the page's directory that this browser may read."""
         path = (directory / text).resolve()
         if not path.exists():
             return text in names or (names is MODELS and is_hub_name(text))
