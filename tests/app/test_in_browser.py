@@ -72,6 +72,12 @@ class Tab:
         self.page.wait_for_selector(wanted, timeout=1000 * seconds, state="attached")
         return str(self.page.locator("[data-state]").get_attribute("data-state", timeout=1000))
 
+    def problem(self, label: str) -> str:
+        """Go back to the form of a job that has failed, and return the sentence beside a question."""
+        self.page.get_by_role("link", name="Change").click()
+        field = self.page.locator(".field", has=self.page.get_by_label(label))
+        return str(field.locator(".error").inner_text())
+
     def until(self, condition: str, seconds: float = 20) -> None:
         """Wait until a JavaScript expression is true. (Playwright's own way needs `eval`, which the page forbids.)"""
         end = time.monotonic() + seconds
@@ -109,9 +115,7 @@ def test_variants_are_ranked(tab: Tab, tmp_path: Path) -> None:
     page.get_by_label("Method").select_option("variants-few")
     tab.submit("Check")
     assert tab.state("refused", "checked") == "refused"
-    page.get_by_role("link", name="Change").click()
-    field = page.locator(".field", has=page.get_by_label("Column of values"))
-    assert "has no column 'sore'" in str(field.locator(".error").text_content())
+    assert "has no column 'sore'" in tab.problem("Column of values")
     page.get_by_label("Column of values").fill("score")
     tab.submit("Check")
     assert tab.state("refused", "checked") == "checked"
@@ -177,8 +181,7 @@ def test_residues_are_coloured_by_their_labels(tab: Tab, tmp_path: Path) -> None
     page.get_by_label("The labels are").select_option(label="classes")
     tab.submit()
     assert tab.state("done", "failed") == "failed"
-    page.get_by_role("link", name="Change").click()
-    assert "bent" in page.locator(".field", has=page.get_by_label("Column of labels")).locator(".error").inner_text()
+    assert "bent" in tab.problem("Column of labels")
     page.get_by_label("Column of labels").fill("bend")
     tab.submit()
     assert tab.state("done", "failed") == "done"
@@ -204,8 +207,7 @@ def test_embeddings_are_a_picture_and_a_file(tab: Tab, tmp_path: Path) -> None:
     page.get_by_label("Sequences").set_input_files(tmp_path / "wrong.fasta")
     tab.submit()
     assert tab.state("done", "failed") == "failed"
-    page.get_by_role("link", name="Change").click()
-    assert "wrong.fasta:1" in page.locator(".field", has=page.get_by_label("Sequences")).locator(".error").inner_text()
+    assert "wrong.fasta:1" in tab.problem("Sequences")
 
 
 def test_a_job_with_the_keyboard_in_a_dark_narrow_window(browser: "playwright.Browser", address: str) -> None:
@@ -251,8 +253,7 @@ def test_a_job_is_stopped_and_a_plan_is_drawn(tab: Tab) -> None:
     page.get_by_label("GPUs").fill("9xNothing")
     tab.submit()
     assert tab.state("done", "failed") == "failed"
-    page.get_by_role("link", name="Change").click()
-    assert "9xNothing" in page.locator(".field", has=page.get_by_label("GPUs")).locator(".error").inner_text()
+    assert "9xNothing" in tab.problem("GPUs")
     page.get_by_label("GPUs").fill("8xH100-80GB")
     tab.submit()
     assert tab.state("done", "failed") == "done"

@@ -124,7 +124,8 @@ def test_a_job_is_a_command_whose_results_only_its_browser_sees(tmp_path: Path) 
         model = {"sequence_text": WILD_TYPE, "model": f"jobs/{job}"}
         assert "no run of this page" in other.post("/new/score", data=model).text
 
-        for path in ("../../job.json", "%2e%2e/%2e%2e/x", "/etc/hostname", "run"):
+        (tmp_path / "secret.txt").write_text("x")
+        for path in ("%2e%2e/%2e%2e/secret.txt", "/etc/hostname", "sequence"):
             assert client.get(f"/job/{job}/file/{path}").status_code == 404
         assert client.post(f"/job/{job}/remove").status_code == 200
         assert not (tmp_path / "jobs" / job).exists()

@@ -20,7 +20,7 @@ from esmshard.embed.spec import choose
 from esmshard.errors import InputError, UsageError
 from esmshard.model import attention, weights
 from esmshard.model.contacts import predict_contacts
-from esmshard.model.families.family_registry import SIZES
+from esmshard.model.families.family_registry import SIZES, recorded_config
 from esmshard.model.families.t5 import FAMILY
 from esmshard.model.trunk import Trunk
 from esmshard.recipe import recipe_file
@@ -125,6 +125,10 @@ def test_prost_t5_reads_structure_letters(given: Given) -> None:
         for mine, rows in zip(found, (letters, *map(given.rows, sequences[1:])), strict=True):
             (theirs,) = given.theirs.get_encoder()(torch.tensor([rows]))[0]
             assert (torch.from_numpy(mine) - theirs[1:-1]).abs().max() < 1e-5 * max(1.0, float(theirs.abs().max()))
+    config = weights.read(str(given.directory)).config
+    assert config.completed(SIZES["prost_t5"]).token_rows == config.token_rows  # opened by its name
+    assert recorded_config(config.recorded()).token_rows == config.token_rows  # and from a checkpoint
+    assert config.token_rows.items() >= FOLD.items()
     changes = [f"model.name={given.directory}", "init=pretrained", "data.tracks.3di=letters.fasta"]
     with pytest.raises(UsageError, match="in place of the amino acids"):
         tracks_of(recipe_file.load(Path("recipes/variants.yaml"), changes))
